@@ -1,0 +1,173 @@
+"""The manifest of a generation and the small files beside it: typed, versioned JSON. Torch-free values and codecs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeVar
+
+import msgspec
+
+from ftckpt.domain.ledger import Participant
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.errors import Damaged
+
+MANIFEST_VERSION = 1
+MANIFEST = "manifest.json"
+LEAVES = "leaves.json"
+INTENT = "attempt.json"
+ABANDONED = "abandoned.json"
+CURSORS = "cursors"
+RECEIPTS = "receipts"
+
+
+class ShardInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard file: whole size, header size (bytes before the image), sha256 of that header (hex), image size."""
+
+    file: str
+    rank: int
+    bytes: int
+    header_bytes: int
+    header_sha256: str
+    image_bytes: int
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One small file by size and sha256 (hex)."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+class CursorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica rank's cursor: draws included in the state, and the file that has it."""
+
+    replica: str
+    rank: int
+    count: int
+    file: FileInfo
+
+
+class StateInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one registered state was stored: "module", "optimizer" or "tree"; partial means that keys were left out."""
+
+    kind: str
+    partial: bool = False
+    empty: bool = False
+    note: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation, whole. Written last of its files; its sha256 is in the commit record.
+
+    Args:
+        known_tail: index of the newest log entry known at capture (-1: none): a manifest that claims more than the log
+            shows tells of a log that went back (rule 10).
+        trajectory: of the state, with links at least back to that entry.
+        counts: draws included per replica; keys are member ids (decimal), see ``domain.names.member_id``.
+        samples: samples included in all, for samplers that share one order.
+        batches_committed: torchft's own counter.
+    """
+
+    version: int = MANIFEST_VERSION
+    job: str
+    log: str
+    known_tail: int
+    base: int
+    step: int
+    trajectory: Trajectory
+    attempt: str
+    writer: str
+    group_world_size: int
+    shards: tuple[ShardInfo, ...]
+    leaves: FileInfo
+    cursors: tuple[CursorInfo, ...]
+    participants: tuple[Participant, ...]
+    counts: dict[str, int]
+    samples: int
+    batches_committed: int
+    states: dict[str, StateInfo]
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    created: float = 0.0
+    software: dict[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all shard files."""
+        return sum(s.bytes for s in self.shards)
+
+
+class Intent(msgspec.Struct, frozen=True, kw_only=True):
+    """``attempt.json``, the first file of an attempt: says whose it is, so that others can add their cursors."""
+
+    version: int = 1
+    job: str
+    step: int
+    trajectory: str
+    attempt: str
+    writer: str
+    incarnation: str
+    group_world_size: int
+    created: float
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """``receipts/r<rank>.json``: one rank's shard is durable (or its save failed, with the error)."""
+
+    version: int = 1
+    rank: int
+    shard: ShardInfo | None
+    leaves: msgspec.Raw = msgspec.Raw(b"{}")  # the rank's Leaves document
+    error: str = ""
+
+
+class Cursor(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica rank's own state at a step.
+
+    Args:
+        count: draws of this replica included in the state of ``trajectory``.
+        ordinal: draws included in ``loader``'s own position; at most ``count`` (the rest is drawn and discarded).
+        state: typed tree (see ``format.leaves``) of loader, RNG streams and per-replica states.
+    """
+
+    version: int = 1
+    replica: str
+    member: int
+    rank: int
+    group_world_size: int
+    step: int
+    trajectory: str
+    count: int
+    ordinal: int
+    state: msgspec.Raw
+
+
+T = TypeVar("T")
+
+
+def encode(value: object) -> bytes:
+    """JSON bytes of one of this module's values, stable for equal values."""
+    return msgspec.json.format(msgspec.json.encode(value, order="deterministic"), indent=1)
+
+
+def decode(data: bytes, kind: type[T], where: str) -> T:
+    """Read one of this module's values.
+
+    Args:
+        where: file name for the message.
+
+    Raises:
+        Damaged: not such a document, or of a version that this release does not read.
+    """
+    try:
+        value = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise Damaged(f"{where} is not a readable {kind.__name__}: {e}", todo="take another generation") from e
+    if getattr(value, "version", 1) != 1:
+        raise Damaged(f"{where} has version {getattr(value, 'version', '?')}; this release reads version 1", todo="use a newer ftckpt")
+    return value
+
+
+def sha256(data: bytes | memoryview) -> str:
+    """sha256 as hex."""
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,237 @@
+"""What trainer and agent say to each other: msgpack frames over a Unix socket. Torch-free values.
+
+A frame is a little-endian u32 length and a msgpack-encoded message; descriptors travel with ``Attach`` (SCM_RIGHTS).
+The trainer's messages need no answer to count: what is in the socket outlives a SIGKILLed trainer (I6).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.format.manifest import StateInfo
+from ftckpt.format.table import TensorTable
+
+LINK_VERSION = 1
+
+
+class _Msg(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+# ---------------------------------------------------------------- trainer -> agent
+class Hello(_Msg, frozen=True, kw_only=True):
+    """First message: who is training. The agent refuses another job, root or rank than its own."""
+
+    version: int = LINK_VERSION
+    pid: int
+    job: str
+    replica: str
+    rank: int
+    group_world_size: int
+    incarnation: str
+
+
+class Attach(_Msg, frozen=True, kw_only=True):
+    """A new arena (descriptor attached): ``slots`` regions of ``slot_bytes`` each, page-aligned."""
+
+    arena: int
+    slots: int
+    slot_bytes: int
+
+
+class Layout(_Msg, frozen=True, kw_only=True):
+    """The table of what slots hold, sent once per change of layout; digests empty."""
+
+    layout: int
+    table: TensorTable
+    states: dict[str, StateInfo]
+
+
+class Save(_Msg, frozen=True, kw_only=True):
+    """A slot was filled: persist and commit it. The slot is HELD until ``SlotFree``.
+
+    Args:
+        ordinal: counts this trainer's saves, for handles.
+        leaves: JSON document of non-tensor leaves (``format.leaves``).
+        expected: member ids of the replicas whose cursors belong to it.
+        cursor: this rank's own Cursor document (JSON).
+    """
+
+    ordinal: int
+    slot: int
+    arena: int
+    layout: int
+    attempt: str
+    trajectory: Trajectory
+    leaves: bytes
+    cursor: bytes
+    expected: tuple[int, ...]
+    counts: dict[str, int]
+    samples: int
+    batches_committed: int
+    known_tail: int
+    base: int
+    metrics: dict[str, float]
+
+
+class CursorAt(_Msg, frozen=True, kw_only=True):
+    """A cursor for a generation that another replica writes at the same step."""
+
+    step: int
+    trajectory: str
+    cursor: bytes
+
+
+class Draw(_Msg, frozen=True, kw_only=True):
+    """Journal entry: the loader's state (typed tree, JSON) after its ``ordinal``-th draw; sent before contributing."""
+
+    ordinal: int
+    state: bytes
+
+
+class Live(_Msg, frozen=True, kw_only=True):
+    """Where training stands now (at most a few times per second): for the registry and for judging the tail."""
+
+    state: str
+    trajectory: Trajectory
+    detail: dict[str, str | int | float]
+
+
+class Publish(_Msg, frozen=True, kw_only=True):
+    """Serve a slot to peers as an immutable snapshot until ``Retire``; the slot is HELD meanwhile."""
+
+    snapshot: str
+    slot: int
+    arena: int
+    layout: int
+    trajectory: Trajectory
+    leaves: bytes
+    extra: bytes
+
+
+class Retire(_Msg, frozen=True, kw_only=True):
+    """Stop serving a snapshot; its slot becomes free when the last reader has left."""
+
+    snapshot: str
+
+
+class Note(_Msg, frozen=True, kw_only=True):
+    """Add a line to the job's events."""
+
+    kind: str
+    text: str
+    detail: dict[str, str | int | float]
+
+
+class Drain(_Msg, frozen=True, kw_only=True):
+    """Answer ``Drained`` when nothing is in flight any more."""
+
+    token: int
+
+
+class Recall(_Msg, frozen=True, kw_only=True):
+    """Ask for the journal: answered by ``Journal``."""
+
+    token: int
+    count: int
+
+
+class Bye(_Msg, frozen=True, kw_only=True):
+    """The trainer is leaving in order; the agent finishes its work and exits."""
+
+
+# ---------------------------------------------------------------- agent -> trainer
+class Welcome(_Msg, frozen=True, kw_only=True):
+    """Answer to ``Hello``: the agent's pid, the base URL that it serves at, whether it served an earlier trainer."""
+
+    version: int = LINK_VERSION
+    pid: int
+    url: str
+    reattached: bool
+    tail: Entry | None
+    log: str
+
+
+class SlotFree(_Msg, frozen=True, kw_only=True):
+    """A slot may be used again."""
+
+    arena: int
+    slot: int
+
+
+class Persisted(_Msg, frozen=True, kw_only=True):
+    """This rank's shard of a save is durable."""
+
+    ordinal: int
+    location: str
+    bytes: int
+    seconds: float
+
+
+class Committed(_Msg, frozen=True, kw_only=True):
+    """A save's generation is in the log."""
+
+    ordinal: int
+    entry: Entry
+
+
+class Dropped(_Msg, frozen=True, kw_only=True):
+    """A save came to nothing, in order: superseded by another replica's generation."""
+
+    ordinal: int
+    reason: str
+
+
+class Failed(_Msg, frozen=True, kw_only=True):
+    """A save failed: name of the error class in ``ftckpt.errors`` and its three texts."""
+
+    ordinal: int
+    error: str
+    what: str
+    now: str
+    todo: str
+
+
+class Tail(_Msg, frozen=True, kw_only=True):
+    """The log's tail moved (or was read for the first time)."""
+
+    entry: Entry | None
+
+
+class Stray(_Msg, frozen=True, kw_only=True):
+    """The tail is not on this state's trajectory: the trainer must stop (``Diverged``)."""
+
+    reason: str
+
+
+class Warned(_Msg, frozen=True, kw_only=True):
+    """Something to tell the user that does not stop training (log unreachable, retrying ...)."""
+
+    kind: str
+    text: str
+
+
+class Journal(_Msg, frozen=True, kw_only=True):
+    """Answer to ``Recall``: the newest journal entry with ordinal <= the asked count, if any."""
+
+    token: int
+    ordinal: int
+    state: bytes
+    found: bool
+
+
+class Drained(_Msg, frozen=True, kw_only=True):
+    """Nothing is in flight; ``failed`` counts saves of this trainer that failed since it attached."""
+
+    token: int
+    failed: int
+
+
+ToAgent = (
+    Hello | Attach | Layout | Save | CursorAt | Draw | Live | Publish | Retire | Note | Drain | Recall | Bye
+)
+ToTrainer = (
+    Welcome | SlotFree | Persisted | Committed | Dropped | Failed | Tail | Stray | Warned | Journal | Drained
+)
