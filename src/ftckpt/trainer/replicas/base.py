@@ -1,0 +1,147 @@
+"""What the checkpointer knows of its replica, torchft or not, and what the replica asks of the checkpointer; values and protocols only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import Trajectory
+
+State = dict[str, Any]
+"""What travels with a heal: ``{"user": {key: value}, "torchft": {"step": …, "batches_committed": …}}``; typed leaves and tensors."""
+
+OWN_KEY = "ftckpt"
+"""Key under ``"user"`` that holds the replica's own part (trajectory, counts, samples); plain typed leaves."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one step; taken once per ``ckpt.step()``.
+
+    Args:
+        committed: the step was made: state and trajectory moved on by one.
+        contributed: this replica's draws are in it (False for a spare, a healing replica, and at the empty first step).
+        healed: the state was replaced by a peer's since the last outcome; reposition the loader from ``counts``.
+        step: committed step that the state has now.
+        members: member ids of those whose draws are in it, and at the empty first step of all present.
+        present: member ids of everybody in the process group of that step.
+        writer: this replica was participating rank 0 of that committed step, and writes the full checkpoint.
+        reasons: why it was not committed, or what else is worth telling.
+    """
+
+    committed: bool
+    contributed: bool
+    healed: bool
+    step: int
+    members: tuple[int, ...]
+    present: tuple[int, ...]
+    writer: bool
+    reasons: tuple[str, ...] = ()
+
+
+class Replica(Protocol):
+    """One replica as the checkpointer sees it. All of it is used on the main thread.
+
+    Attributes:
+        replica: stable name of the replica group.
+        member: its 63-bit number in vectors and counts (``domain.names.member_id``).
+        incarnation: this life of the group; alike on all its ranks.
+        trajectory: of the live state; meaningless while ``blank``.
+        counts: draws included in the live state, per member id.
+        samples: samples included in the live state, over all members.
+        batches_committed: torchft's counter of that name; steps made, without torchft.
+        step: committed step of the live state.
+        blank: the live state was given up, and nothing of it may be saved until a heal or ``adopt``.
+    """
+
+    @property
+    def replica(self) -> str: ...
+    @property
+    def member(self) -> int: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def trajectory(self) -> Trajectory: ...
+    @property
+    def counts(self) -> Mapping[int, int]: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def batches_committed(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def blank(self) -> bool: ...
+
+    def contribute(self, draws: int, samples: int) -> None:
+        """Say what this replica adds in the step being made; before its first allreduce, and again for a repeated step.
+
+        Args:
+            draws: batches drawn from the loader for this step (in all, not since the last call).
+            samples: samples in them, over the ranks of the group.
+        """
+
+    def outcome(self) -> Outcome:
+        """What became of the step since the last call.
+
+        Raises:
+            ConfigError: no vote was held since, or more than one step was committed since.
+        """
+
+    def adopt(self, trajectory: Trajectory, counts: Mapping[int, int], samples: int, batches_committed: int) -> None:
+        """Take over the position of a state that was just loaded from storage or from the own agent's memory."""
+
+    def close(self) -> None:
+        """Leave the quorum and stop the threads of this replica."""
+
+
+class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
+    """What a torchft replica asks of the checkpointer.
+
+    Args:
+        tail: linearizable read of the log's tail, on torchft's quorum thread; raises LogError. Bounded by the log's own deadline.
+        known_tail: the newest tail known without asking (watched); any thread.
+        load_tail: load the generation of the log entry with this index and call ``adopt``; main thread. All ranks of a
+            group are given the same index.
+        on_boundary: a step begins (main thread): freeze what forward mutates, so that a heal sees the step whole.
+        on_event: tell people (kind, text); any thread.
+    """
+
+    tail: Callable[[], Entry | None]
+    known_tail: Callable[[], Entry | None]
+    load_tail: Callable[[int], None]
+    on_boundary: Callable[[], None] = lambda: None
+    on_event: Callable[[str, str], None] = lambda kind, text: None
+
+
+class Carrier(Protocol):
+    """Carries a state to peers that heal, and fetches it from them. Never executes what it reads.
+
+    All are called on torchft's quorum thread, but for ``retire`` (main thread).
+    """
+
+    def metadata(self) -> str:
+        """A short text that tells peers where to ask (given to them by torchft)."""
+
+    def publish(self, step: int, state: State, timeout: float) -> None:
+        """Capture the state of ``step`` and serve it. On return nothing of live memory may be read any more.
+
+        Args:
+            state: what the replica and the user add; the checkpointer's own registered states are captured beside it.
+            timeout: seconds.
+        """
+
+    def fetch(self, metadata: str, step: int, timeout: float) -> State:
+        """Fetch the state of ``step`` from the peer that torchft assigned; what was published, verified.
+
+        Raises:
+            PeerError: no answer, a wrong one, or one that does not match its digests. DeadlineExceeded.
+        """
+
+    def elsewhere(self, step: int, timeout: float) -> Iterator[State]:
+        """States of ``step`` offered by other peers, one after the other; empty if there is none."""
+
+    def retire(self) -> None:
+        """The step's vote was held; what was published need not be offered to newcomers any more."""
