@@ -1,0 +1,364 @@
+"""Settings from arguments, environment and file; the only reader of the environment and of TOML. It opens nothing else.
+
+Precedence: explicit argument > environment (``FTCKPT_*``) > file (``ftckpt.toml``, or ``FTCKPT_CONFIG``) > default.
+Every value knows where it came from, and all that is wrong is said at once.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import msgspec
+
+from ftckpt.domain.names import check_name
+from ftckpt.errors import ConfigError
+
+PREFIX = "FTCKPT_"
+FILE = "ftckpt.toml"
+TORCHRUN_KILL_S = 30.0  # torchrun sends SIGKILL this long after SIGTERM
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """Every bounded wait, in seconds. The order that must hold between them is checked by ``Settings.validate``.
+
+    ========================================= =========================================================
+    order                                     because
+    ========================================= =========================================================
+    3 * log_s <= registry_ttl_s               a lease is renewed at a third of its life
+    tail_poll_s <= registry_ttl_s             a moved tail is seen before a replica is called gone
+    log_s < agent_start_s                     an agent reads the log before it answers
+    cursors_s <= receipts_s                   cursors never delay a generation longer than its shards may
+    cursors_s <= cursor_search_s              a cursor is offered as long as somebody waits for it
+    slot_s < group_s                          a rank that waits for a buffer is waited for by its group
+    heal_stall_s < heal_s                     a stalled source is left before the heal is given up
+    step_s <= quorum_s                        a quorum outlasts a step
+    step_s < heal_s                           a heal may take longer than a step
+    term_s < 30                               torchrun kills 30 s after SIGTERM
+    cursors_s + log_s <= close_s              close() outlasts the end of one save
+    ========================================= =========================================================
+
+    Args:
+        log_s: one call to the commit log.
+        tail_poll_s: interval of reading the log's tail besides watching it.
+        registry_ttl_s: life of a replica's line in the log when it is not renewed.
+        slot_s: how long ``save()`` waits for a free buffer with ``on_busy="wait"``.
+        group_s: how long ranks of a group wait for each other's word.
+        agent_start_s: until a started agent has answered.
+        agent_send_s: until the agent has taken a message.
+        receipts_s: how long a generation waits for the shards of all ranks.
+        cursors_s: how long it waits for other replicas' cursors.
+        cursor_search_s: how long an agent looks for the attempt that its cursor belongs to.
+        commit_linger_s: how long an agent goes on trying to commit after its trainer has gone.
+        linger_s: how long an idle agent stays after its trainer's death.
+        term_s: how long an agent may finish work after SIGTERM.
+        close_s: how long ``close()`` waits for saves in flight.
+        step_s: one step's allreduce and vote (torchft's Manager timeout).
+        quorum_s: one quorum.
+        connect_s: reaching the lighthouse, a manager or a peer.
+        heal_s: one heal, as a whole.
+        heal_stall_s: without any byte from a peer, until it is left for another.
+    """
+
+    log_s: float = 5.0
+    tail_poll_s: float = 2.0
+    registry_ttl_s: float = 15.0
+    slot_s: float = 60.0
+    group_s: float = 120.0
+    agent_start_s: float = 30.0
+    agent_send_s: float = 30.0
+    receipts_s: float = 600.0
+    cursors_s: float = 20.0
+    cursor_search_s: float = 120.0
+    commit_linger_s: float = 300.0
+    linger_s: float = 30.0
+    term_s: float = 25.0
+    close_s: float = 600.0
+    step_s: float = 60.0
+    quorum_s: float = 120.0
+    connect_s: float = 10.0
+    heal_s: float = 600.0
+    heal_stall_s: float = 30.0
+
+    def problems(self) -> list[str]:
+        """All values and orders that cannot hold, one sentence each."""
+        wrong = [f"deadlines.{k}={v:g} must be positive" for k, v in msgspec.structs.asdict(self).items() if v <= 0 and k != "linger_s"]
+        rules = (
+            (3 * self.log_s <= self.registry_ttl_s, "log_s", "registry_ttl_s", "a lease is renewed at a third of its life: registry_ttl_s >= 3 * log_s"),
+            (self.tail_poll_s <= self.registry_ttl_s, "tail_poll_s", "registry_ttl_s", "tail_poll_s <= registry_ttl_s"),
+            (self.log_s < self.agent_start_s, "log_s", "agent_start_s", "an agent reads the log before it answers: log_s < agent_start_s"),
+            (self.cursors_s <= self.receipts_s, "cursors_s", "receipts_s", "cursors_s <= receipts_s"),
+            (self.cursors_s <= self.cursor_search_s, "cursors_s", "cursor_search_s", "cursors_s <= cursor_search_s"),
+            (self.slot_s < self.group_s, "slot_s", "group_s", "the group waits for a rank that waits for a buffer: slot_s < group_s"),
+            (self.heal_stall_s < self.heal_s, "heal_stall_s", "heal_s", "heal_stall_s < heal_s"),
+            (self.step_s <= self.quorum_s, "step_s", "quorum_s", "step_s <= quorum_s"),
+            (self.step_s < self.heal_s, "step_s", "heal_s", "step_s < heal_s"),
+            (self.cursors_s + self.log_s <= self.close_s, "cursors_s", "close_s", "cursors_s + log_s <= close_s"),
+        )
+        wrong += [f"deadlines.{a}={getattr(self, a):g} and deadlines.{b}={getattr(self, b):g}: {why}" for ok, a, b, why in rules if not ok]
+        if self.term_s >= TORCHRUN_KILL_S:
+            wrong.append(f"deadlines.term_s={self.term_s:g}: torchrun kills {TORCHRUN_KILL_S:g} s after SIGTERM, so it must be less")
+        return wrong
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process of a job was told. Make it with :func:`load`.
+
+    Args:
+        job: name of the training run.
+        root: URL or path of the store.
+        log: URL of the commit log; empty: SQLite beside the job's generations.
+        replica: stable name of this replica group.
+        agent_host: address that the agent listens on; empty: serve nobody.
+        agent_port: port for rank 0's agent (rank r: plus r); 0: any.
+        agent_advertise: host name or address told to peers; empty: ``agent_host``.
+        runtime_dir: directory for sockets and locks of agents on this host.
+        log_dir: directory for the agents' output; empty: the runtime directory.
+        state_dir: directory for the cursor journal where the root is not a file root; empty: the runtime directory.
+        secret_file: file with the job's secret; empty: the one kept in the commit log.
+        keep: generations to keep; None keeps all.
+        on_busy: what ``save()`` does while no buffer is free.
+        slots: buffers per rank, 1 or 2.
+        min_replica_size: torchft's; None: not given here.
+        max_replicas: most replica groups that ever run at once; None: unknown.
+        allow_split: accept that two halves of the job could each train on (see ``min_replica_size``).
+        new_job: accept a root that has other jobs but not this one.
+        nice: niceness of the agent's persisting.
+        persist_threads: threads that write one shard.
+        deadlines: every bounded wait.
+        origin: where each value came from; what is not in it is a default.
+    """
+
+    job: str = ""
+    root: str = ""
+    log: str = ""
+    replica: str = "solo"
+    agent_host: str = "127.0.0.1"
+    agent_port: int = 0
+    agent_advertise: str = ""
+    runtime_dir: str = ""
+    log_dir: str = ""
+    state_dir: str = ""
+    secret_file: str = ""
+    keep: int | None = None
+    on_busy: Literal["wait", "skip"] = "wait"
+    slots: int = 2
+    min_replica_size: int | None = None
+    max_replicas: int | None = None
+    allow_split: bool = False
+    new_job: bool = False
+    nice: int = 10
+    persist_threads: int = 1
+    deadlines: Deadlines = Deadlines()
+    origin: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def say(self, key: str) -> str:
+        """A value with where it came from, for messages: ``root='/ckpt' (environment FTCKPT_ROOT)``."""
+        value: object = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return f"{key}={value!r} ({self.origin.get(key, 'default')})"
+
+    def problems(self, need: tuple[str, ...] = ()) -> list[str]:
+        """Everything that is missing, wrong or contradictory, one sentence each.
+
+        Args:
+            need: keys that must be given ("job", "root").
+        """
+        wrong = [f"{k} is not given: pass it, set {env_name(k)}, or write it into {FILE}" for k in need if not getattr(self, k)]
+        for key in ("job", "replica"):
+            if key == "replica" or self.job or self.origin.get(key):
+                try:
+                    check_name(key, getattr(self, key))
+                except ConfigError as e:
+                    wrong.append(f"{self.say(key)}: {e.todo}")
+        if self.keep is not None and self.keep < 1:
+            wrong.append(f"{self.say('keep')}: must be at least 1; to keep every generation: keep=None, {env_name('keep')}=all")
+        if self.slots not in (1, 2):
+            wrong.append(f"{self.say('slots')}: must be 1 or 2")
+        if self.persist_threads < 1:
+            wrong.append(f"{self.say('persist_threads')}: must be at least 1")
+        if not 0 <= self.nice <= 19:
+            wrong.append(f"{self.say('nice')}: must be in 0..19")
+        if not 0 <= self.agent_port <= 65535:
+            wrong.append(f"{self.say('agent_port')}: must be in 0..65535")
+        if self.agent_host in ("0.0.0.0", "::", "*") and not self.agent_advertise:
+            wrong.append(f"{self.say('agent_host')}: listens everywhere, so agent_advertise must say which address peers shall use")
+        if self.agent_advertise and not self.agent_host:
+            wrong.append(f"{self.say('agent_advertise')}: an agent that listens nowhere (agent_host is empty) has nothing to advertise")
+        if self.secret_file and not Path(self.secret_file).is_file():
+            wrong.append(f"{self.say('secret_file')}: there is no such file")
+        return wrong + self._replica_problems() + self.deadlines.problems()
+
+    def validate(self, need: tuple[str, ...] = ()) -> Settings:
+        """Return itself if everything fits.
+
+        Raises:
+            ConfigError: names all problems at once.
+        """
+        wrong = self.problems(need)
+        if wrong:
+            raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(wrong), now="nothing was started", todo="correct them all and start again")
+        return self
+
+    def _replica_problems(self) -> list[str]:
+        low, high = self.min_replica_size, self.max_replicas
+        wrong = []
+        if low is not None and low < 1:
+            wrong.append(f"{self.say('min_replica_size')}: must be at least 1")
+        if low is not None and high is not None:
+            if low > high:
+                wrong.append(f"{self.say('min_replica_size')} is more than {self.say('max_replicas')}")
+            elif 2 * low <= high and not self.allow_split:
+                wrong.append(
+                    f"{self.say('min_replica_size')} lets two halves of {self.say('max_replicas')} replicas train apart: "
+                    "2 * min_replica_size > max_replicas, or allow_split=True"
+                )
+        return wrong
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What torchrun, torchft and ``ftckpt resume`` say to this process through its environment."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    group_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+    restart_count: int = 0
+    run_id: str = ""
+    replica_group: str = ""
+    replica_groups: int = 0
+    lighthouse: str = ""
+    resume: str = ""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether torchrun started this process."""
+        return bool(self.run_id)
+
+
+_LAUNCH = {
+    "rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE", "local_world_size": "LOCAL_WORLD_SIZE",
+    "group_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
+    "restart_count": "TORCHELASTIC_RESTART_COUNT", "run_id": "TORCHELASTIC_RUN_ID", "replica_group": "REPLICA_GROUP_ID",
+    "replica_groups": "NUM_REPLICA_GROUPS", "lighthouse": "TORCHFT_LIGHTHOUSE", "resume": "FTCKPT_RESUME",
+}  # fmt: skip
+
+
+def env_name(key: str) -> str:
+    """The environment variable of a setting: ``FTCKPT_ROOT``, ``FTCKPT_DEADLINES_LOG_S``."""
+    return PREFIX + key.upper().replace(".", "_")
+
+
+def setting_keys() -> tuple[str, ...]:
+    """All keys that can be set, deadlines with their section: ``deadlines.log_s``."""
+    plain = [f for f in Settings.__struct_fields__ if f not in ("deadlines", "origin")]
+    return (*plain, *(f"deadlines.{f}" for f in Deadlines.__struct_fields__))
+
+
+def launch(env: Mapping[str, str] | None = None) -> Launch:
+    """Read what the launcher said.
+
+    Raises:
+        ConfigError: a variable that must be a number is none.
+    """
+    env = os.environ if env is None else env
+    given = {field: env[name] for field, name in _LAUNCH.items() if env.get(name)}
+    try:
+        return msgspec.convert(given, Launch, strict=False)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"the launcher's environment cannot be read: {e}", todo=f"check {', '.join(sorted(_LAUNCH[k] for k in given))}") from e
+
+
+def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings of this process, now.
+
+    Args:
+        arguments: explicit values by key (deadlines as ``"deadlines.log_s"``, or a ``Deadlines`` as ``"deadlines"``). None
+            counts as not given, but for ``keep``, where it keeps all.
+        file: TOML file; left out: ``FTCKPT_CONFIG``, else ``ftckpt.toml`` in the working directory if there is one.
+        env: environment; left out: this process's.
+
+    Raises:
+        ConfigError: lists all unknown keys and all values of a wrong type at once. Contradictions are found by ``validate``.
+    """
+    env = os.environ if env is None else env
+    wrong: list[str] = []
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    hints = {**get_type_hints(Settings), **{f"deadlines.{k}": t for k, t in get_type_hints(Deadlines).items()}}
+    for where, key, raw, label in (*_from_file(file, env), *_from_env(env), *_from_arguments(arguments or {})):
+        if key not in hints or key in ("origin", "deadlines"):
+            wrong.append(f"{label}: there is no such setting")
+            continue
+        if key == "keep" and raw in ("all", "none", "None"):
+            raw = None
+        try:
+            values[key] = msgspec.convert(raw, hints[key], strict=where != "environment")
+        except msgspec.ValidationError as e:
+            wrong.append(f"{label}: {e}")
+            continue
+        origin[key] = label
+    if wrong:
+        raise ConfigError("these settings cannot be read:\n  " + "\n  ".join(wrong), now="nothing was started", todo="correct them all; settings are listed in docs/config.md")
+    _fill_defaults(values, origin, env)
+    deadlines = Deadlines(**{k.partition(".")[2]: v for k, v in values.items() if "." in k})
+    return Settings(**{k: v for k, v in values.items() if "." not in k}, deadlines=deadlines, origin=origin)
+
+
+_Item = tuple[str, str, Any, str]  # kind of source, key, value, label for messages
+
+
+def _from_file(file: str | Path | None, env: Mapping[str, str]) -> Iterator[_Item]:
+    named = file or env.get(env_name("config"))
+    path = Path(named or FILE)
+    if not named and not path.is_file():
+        return
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise ConfigError(f"settings file {path} cannot be read: {e}", now="nothing was started", todo="correct it, or leave it out") from e
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from (("file", f"{key}.{k}", v, f"file {path}: {key}.{k}") for k, v in value.items())
+        else:
+            yield "file", key, value, f"file {path}: {key}"
+
+
+def _from_env(env: Mapping[str, str]) -> Iterator[_Item]:
+    for key in setting_keys():
+        name = env_name(key)
+        if name in env and (env[name] or key in ("agent_host", "job")):
+            yield "environment", key, env[name], f"environment {name}"
+
+
+def _from_arguments(arguments: Mapping[str, Any]) -> Iterator[_Item]:
+    for key, value in arguments.items():
+        if key == "deadlines" and isinstance(value, Deadlines):
+            yield from (("argument", f"deadlines.{k}", v, f"argument deadlines.{k}") for k, v in msgspec.structs.asdict(value).items())
+        elif value is not None or key == "keep":
+            yield "argument", key, os.fspath(value) if isinstance(value, os.PathLike) else value, f"argument {key}"
+
+
+def _fill_defaults(values: dict[str, Any], origin: dict[str, str], env: Mapping[str, str]) -> None:
+    """Defaults that depend on this process: evaluated here, at the call."""
+    if "replica" not in values and env.get("REPLICA_GROUP_ID"):
+        group = env["REPLICA_GROUP_ID"]
+        values["replica"] = f"replica-{group}" if group.isdigit() else group
+        origin["replica"] = "environment REPLICA_GROUP_ID"
+    if not values.get("runtime_dir"):
+        base = env.get("XDG_RUNTIME_DIR")
+        usable = bool(base) and os.access(base or "", os.W_OK)
+        values["runtime_dir"] = os.path.join(base, "ftckpt") if base and usable else os.path.join(tempfile.gettempdir(), f"ftckpt-{os.getuid()}")
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """This process's environment with further variables, for a command that is started."""
+    return {**os.environ, **variables}
