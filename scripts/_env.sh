@@ -76,7 +76,7 @@ ftckpt_env() {
     done
     if [ -n "$extra" ]; then
         say "installing ftckpt[$extra] into .venv (minutes the first time)"
-        "$VENV/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --root-user-action=ignore \
+        "$VENV/bin/python" -m pip install -qq --no-input --disable-pip-version-check --root-user-action=ignore \
             --constraint constraints.txt --editable ".[$extra]" </dev/null
         printf '%s\n' "$want" >"$VENV/.ftckpt-$extra"
     fi
