@@ -24,7 +24,7 @@ def check_name(kind: str, name: str) -> str:
     Raises:
         ConfigError: it is empty, reserved or has other characters than letters, digits, ``.``, ``_`` and ``-``.
     """
-    if not isinstance(name, str) or not _JOB.fullmatch(name) or name.lower() in RESERVED or ".." in name:
+    if not _JOB.fullmatch(name) or name.lower() in RESERVED or ".." in name:
         raise ConfigError(
             f"{kind} name {name!r} cannot be used",
             now="nothing was changed",
@@ -65,6 +65,16 @@ def attempt_id(h: str, incarnation: str, ordinal: int) -> str:
 def cursor_file(replica: str, rank: int) -> str:
     """File name of one replica rank's cursor inside a generation's ``cursors/``."""
     return f"{replica}-r{rank:05d}.json"
+
+
+def generations_dir(job: str) -> str:
+    """Directory of a job's generations, relative to the root."""
+    return f"{job}/generations"
+
+
+def generation_dir(job: str, location: str) -> str:
+    """Directory of one generation, relative to the root; ``location`` is what its record names."""
+    return f"{job}/generations/{location}"
 
 
 def shard_file(rank: int, world_size: int) -> str:
