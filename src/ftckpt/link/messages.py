@@ -22,7 +22,11 @@ class _Msg(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 # ---------------------------------------------------------------- trainer -> agent
 class Hello(_Msg, frozen=True, kw_only=True):
-    """First message: who is training. The agent refuses another job, root or rank than its own."""
+    """First message: who is training. The agent refuses another job, root or rank than its own.
+
+    Args:
+        config: the trainer's ``AgentConfig`` (msgpack); a re-attached agent takes deadlines and the like from it.
+    """
 
     version: int = LINK_VERSION
     pid: int
@@ -31,6 +35,7 @@ class Hello(_Msg, frozen=True, kw_only=True):
     rank: int
     group_world_size: int
     incarnation: str
+    config: bytes = b""
 
 
 class Attach(_Msg, frozen=True, kw_only=True):
@@ -155,10 +160,16 @@ class Welcome(_Msg, frozen=True, kw_only=True):
 
 
 class SlotFree(_Msg, frozen=True, kw_only=True):
-    """A slot may be used again."""
+    """A slot may be used again.
+
+    Args:
+        uses: ``Save`` and ``Publish`` messages that the agent had seen for this slot; if the trainer sent more
+            meanwhile, the slot is not free yet.
+    """
 
     arena: int
     slot: int
+    uses: int = 0
 
 
 class Persisted(_Msg, frozen=True, kw_only=True):

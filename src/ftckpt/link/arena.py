@@ -1,0 +1,173 @@
+"""Anonymous shared memory for captured bytes: equal slots, sealed, prefaulted, seen by one trainer and one agent.
+
+Must not know what the bytes mean, and leaves nothing behind: the memory goes when the last process lets go of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+
+from ftckpt.errors import AgentError, ConfigError
+from ftckpt.format.table import PAGE, page_up
+from ftckpt.link import budget
+
+_POPULATE_WRITE = 23  # madvise, Linux 5.14
+_STRIDE = 8 << 20  # bytes prefaulted per system call: bounds how long the memory map is locked
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_kept_in_child: list[mmap.mmap] = []  # unmapped there already; never to be finalised (it would unmap what came after)
+
+
+class Arena:
+    """``slots`` regions of ``slot_bytes`` bytes, each beginning on a page."""
+
+    def __init__(self, fd: int, memory: mmap.mmap | None, slots: int, slot_bytes: int) -> None:
+        self.fd = fd
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._stride = page_up(slot_bytes)
+        self._memory = memory
+        self._prefault: threading.Thread | None = None
+        self._stop = threading.Event()
+        _open_arenas.add(self)
+
+    @classmethod
+    def create(cls, slots: int, slot_bytes: int) -> Arena:
+        """Make a new one (trainer's side), of fixed size, not inherited by forked children.
+
+        Args:
+            slots: number of buffers, 1 or more.
+            slot_bytes: size of each.
+
+        Raises:
+            ConfigError: the sizes are impossible or memory does not suffice.
+        """
+        size = cls._size(slots, slot_bytes)
+        budget.check_budget(size)
+        fd = os.memfd_create("ftckpt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+            memory.madvise(mmap.MADV_DONTFORK)
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, memory, slots, slot_bytes)
+
+    @classmethod
+    def attach(cls, fd: int, slots: int, slot_bytes: int) -> Arena:
+        """Map a received descriptor for reading (agent's side); the arena owns ``fd`` from now on.
+
+        Raises:
+            AgentError: the descriptor is not sealed, or not of the stated size.
+        """
+        try:
+            size = cls._size(slots, slot_bytes)
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            found = os.fstat(fd).st_size
+            if seals & _SEALS != _SEALS or found != size:
+                raise AgentError(f"arena refused: seals {seals:#x}, {found} bytes where {size} were stated", now="nothing was mapped")
+            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            memory.madvise(mmap.MADV_DONTFORK)
+        except OSError as e:
+            os.close(fd)
+            raise AgentError(f"arena refused: {e}", now="nothing was mapped") from e
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, memory, slots, slot_bytes)
+
+    @staticmethod
+    def _size(slots: int, slot_bytes: int) -> int:
+        if slots < 1 or slot_bytes < 1:
+            raise ConfigError(f"an arena of {slots} slots of {slot_bytes} bytes is not possible", todo="at least one slot of one byte")
+        return slots * page_up(slot_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes when all pages were touched."""
+        return self.slots * self._stride
+
+    def slot(self, index: int) -> memoryview:
+        """One slot's memory, page-aligned, ``slot_bytes`` long."""
+        if self._memory is None:
+            raise AgentError("the arena is closed", now="nothing was read or written")
+        if not 0 <= index < self.slots:
+            raise IndexError(f"slot {index} of {self.slots}")
+        begin = index * self._stride
+        return memoryview(self._memory)[begin : begin + self.slot_bytes]
+
+    def prefault(self, *, background: bool = True) -> None:
+        """Touch every page once, so that the first capture is as fast as later ones.
+
+        Args:
+            background: on a thread ``ftckpt-prefault`` that ends by itself; else before returning.
+        """
+        if not background:
+            self._populate()
+        elif self._prefault is None:
+            self._prefault = threading.Thread(target=self._populate, name="ftckpt-prefault", daemon=True)
+            self._prefault.start()
+
+    def prefaulted(self, timeout: float) -> bool:
+        """Wait for a background prefault; whether it has ended."""
+        if self._prefault is None:
+            return False
+        self._prefault.join(timeout)
+        return not self._prefault.is_alive()
+
+    def _populate(self) -> None:
+        """Populate stride by stride outside the interpreter lock; older kernels get one written-back byte per page."""
+        memory = self._memory
+        if memory is None:
+            return
+        anchor = (ctypes.c_char * len(memory)).from_buffer(memory)  # keeps it mapped meanwhile
+        base = ctypes.addressof(anchor)
+        for at in range(0, len(memory), _STRIDE):
+            if self._stop.is_set():
+                return
+            size = min(_STRIDE, len(memory) - at)
+            if _libc.madvise(base + at, size, _POPULATE_WRITE) != 0:
+                for page in range(at, at + size, PAGE):
+                    ctypes.memmove(base + page, base + page, 1)
+
+    def close(self) -> None:
+        """Let go of descriptor and mapping; memory still viewed elsewhere is unmapped when the last view goes."""
+        self._stop.set()
+        if self._prefault is not None:
+            self._prefault.join(5.0)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with contextlib.suppress(BufferError):
+                memory.close()
+
+    def _forked(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self._memory is not None:
+            _kept_in_child.append(self._memory)
+            self._memory = None
+
+
+def _after_fork_in_child() -> None:
+    for arena in list(_open_arenas):
+        arena._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
