@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ftckpt.domain.ledger import Participant
+from ftckpt.domain.ledger import MAX_ENTRY_BYTES, Entry, Participant
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import Damaged
 
@@ -18,6 +18,7 @@ INTENT = "attempt.json"
 ABANDONED = "abandoned.json"
 CURSORS = "cursors"
 RECEIPTS = "receipts"
+_ROOM = 256  # bytes of a record for what the log sets at append
 
 
 class ShardInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,3 +172,32 @@ def decode(data: bytes, kind: type[T], where: str) -> T:
 def sha256(data: bytes | memoryview) -> str:
     """sha256 as hex."""
     return hashlib.sha256(data).hexdigest()
+
+
+def record(manifest: Manifest, data: bytes, location: str) -> Entry:
+    """The commit record that vouches for a manifest; ``index``, ``prev`` and ``log`` are set by the log at append.
+
+    Args:
+        data: manifest.json as it is stored.
+        location: generation directory name.
+    """
+    entry = Entry(
+        index=-1,
+        kind="generation",
+        log="",
+        step=manifest.step,
+        trajectory=manifest.trajectory.h,
+        prev=-1,
+        base=manifest.base,
+        attempt=manifest.attempt,
+        writer=manifest.writer,
+        location=location,
+        manifest=sha256(data),
+        bytes=manifest.payload_bytes,
+        time=manifest.created,
+        participants=manifest.participants,
+        metrics=manifest.metrics,
+    )
+    if len(msgspec.json.encode(entry)) <= MAX_ENTRY_BYTES - _ROOM:
+        return entry
+    return msgspec.structs.replace(entry, participants=None)
