@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 
-import msgspec
-
+from ftckpt.domain.names import check_name
+from ftckpt.errors import ConfigError
+from ftckpt.transfer.auth import derive_key
 from ftckpt.transfer.document import SnapshotDoc
+from ftckpt.transfer.engine import Engine, Fetched, Order, Patience, Progress
+from ftckpt.transfer.peer import split_url
 
-
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long to wait for what, in seconds.
-
-    Args:
-        connect: for a connection to be accepted.
-        stall: without a single byte from a source, before it is dropped.
-        find: for any source to publish the step.
-        total: for everything; None: as long as bytes flow.
-    """
-
-    connect: float = 5.0
-    stall: float = 5.0
-    find: float = 60.0
-    total: float | None = None
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a fetch is: verified bytes, all bytes, seconds since the request."""
-
-    done: int
-    bytes: int
-    seconds: float
-
-
-class Fetched(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot that has arrived, every block verified.
-
-    Args:
-        doc: its document.
-        image: the target, filled.
-        sources: verified bytes by source URL.
-        dropped: sources that were given up, with the reason.
-        retries: ranges that had to be asked for again.
-        seconds: from request to the last verified block.
-    """
-
-    doc: SnapshotDoc
-    image: memoryview
-    sources: Mapping[str, int]
-    dropped: Mapping[str, str]
-    retries: int
-    seconds: float
+__all__ = ["Fetched", "Patience", "Progress", "fetch"]
+log = logging.getLogger("ftckpt.transfer.client")
 
 
 def fetch(
@@ -76,13 +40,38 @@ def fetch(
         target: called once, with the accepted document; returns writable memory of ``doc.table.image_bytes`` bytes.
         accept: raises (e.g. HealRefused) for a document that must not be taken; the next source is then tried.
         connections: connections in all.
-        chunk: bytes per request; also bounds what is lost when a source dies.
-        on_progress: called on the calling thread a few times per second.
+        chunk: bytes per request at most (rounded to whole blocks).
+        on_progress: called on the calling thread a few times per second, and at the end.
         tls: client-side context for ``https`` URLs.
 
     Raises:
         DeadlineExceeded: nobody published the step in time, or ``patience.total`` ran out.
+        Unauthorized: no source proved (or accepted) the job's secret.
         PeerError: every source failed; names each with the reason (for bad bytes: block, expected, found).
         HealRefused: (or whatever ``accept`` raised) every source that answered was refused.
     """
-    raise NotImplementedError
+    if not urls or connections < 1 or chunk < 1:
+        raise ConfigError("a fetch needs at least one source, one connection and a chunk of one byte", now="nothing was fetched")
+    for url in urls:
+        split_url(url)
+    order = Order(
+        urls=tuple(dict.fromkeys(u.rstrip("/") for u in urls)),
+        step=step,
+        job=check_name("job", job),
+        key=derive_key(secret, job),
+        connections=connections,
+        chunk=chunk,
+        patience=patience or Patience(),
+    )
+    started = time.monotonic()
+    fetched = Engine(order, target, accept, on_progress, tls).run()
+    log.info(
+        "step %d: %d bytes in %.3f s (%.0f MB/s), %d retries, from %s",
+        step,
+        len(fetched.image),
+        fetched.seconds,
+        len(fetched.image) / max(1e-9, time.monotonic() - started) / 1e6,
+        fetched.retries,
+        ", ".join(f"{url} ({n} bytes)" for url, n in fetched.sources.items()) or "-",
+    )
+    return fetched

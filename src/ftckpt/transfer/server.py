@@ -5,18 +5,42 @@ A malformed, foreign or hung request costs at most one bounded thread for a boun
 
 from __future__ import annotations
 
+import logging
+import socket
 import ssl
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
+from email.utils import formatdate
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from ftckpt.transfer.document import SnapshotDoc, SnapshotLine
+from ftckpt.domain.names import check_name
+from ftckpt.errors import ConfigError
+from ftckpt.transfer.auth import check_request, derive_key, sign_answer
+from ftckpt.transfer.digests import image_digests
+from ftckpt.transfer.document import SnapshotDoc, SnapshotLine, encode
+from ftckpt.transfer.shelf import Item, Shelf
+from ftckpt.transfer.wire import BadMessage, Channel, Closed, Request, parse_range, parse_request, render_answer
+
+log = logging.getLogger("ftckpt.transfer.server")
+PROOF = "X-Ftckpt-Proof"
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer may ask for at most. Times in seconds, sizes in bytes."""
+    """What a peer may ask for at most.
+
+    Args:
+        connections: open at once; more are turned away with 503.
+        head_bytes: size of a request's head.
+        header_lines: header lines of a request.
+        head_s: seconds for a connection's first request, and for any request's head from its first byte on.
+        idle_s: seconds between the requests of one connection.
+        send_stall_s: seconds without the peer taking a single byte.
+        wait_s: seconds that a request may wait for a step to be published.
+    """
 
     connections: int = 64
     head_bytes: int = 8192
@@ -35,9 +59,10 @@ class SnapshotServer:
         port: 0 takes a free one; ``url`` then names it.
         secret: the job's secret; every request must prove it.
         job: the job's name.
-        advertise: host (or host:port) that ``url`` names instead of the bound one, e.g. behind NAT.
+        advertise: host or ``host:port`` that ``url`` names instead of the bound one, e.g. behind NAT.
         limits: bounds on requests and connections.
         tls: server-side context; None serves plain HTTP (signed and digest-checked, not encrypted).
+        clock: seconds since the epoch, for the expiry of signatures.
     """
 
     def __init__(
@@ -50,43 +75,73 @@ class SnapshotServer:
         advertise: str | None = None,
         limits: ServerLimits | None = None,
         tls: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        raise NotImplementedError
+        self.job = check_name("job", job)
+        if not host or (host in ("0.0.0.0", "::") and not advertise):
+            raise ConfigError(
+                f"listening on {host or 'an empty address'!r} would leave peers without an address to come to",
+                now="nothing was started",
+                todo="give the address of one interface, or say which address peers shall use (advertise)",
+            )
+        if len(secret) < 16:
+            raise ConfigError("the job's secret is shorter than 16 bytes", now="nothing was started", todo="use a longer secret")
+        self._host, self._port, self._advertise, self._tls = host, port, advertise, tls
+        self._key = derive_key(secret, job)
+        self._limits = limits or ServerLimits()
+        self._clock = clock
+        self._shelf = Shelf()
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._threads: dict[int, tuple[threading.Thread, Channel]] = {}
+        self._accepting: threading.Thread | None = None
+        self._closing = False
 
     @property
     def url(self) -> str:
-        """Base URL that peers reach this server at, e.g. ``http://10.0.0.3:41234``; known after ``start``."""
-        raise NotImplementedError
+        """Base URL that peers reach this server at, e.g. ``http://10.0.0.3:41234``; the real port after ``start``."""
+        scheme = "https" if self._tls else "http"
+        bare = self._advertise or self._host
+        host, port = bare, str(self._port)
+        if self._advertise and bare.count(":") == 1:
+            host, _, port = bare.partition(":")
+        elif self._advertise and bare.startswith("[") and "]:" in bare:
+            host, _, port = bare.rpartition(":")
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        return f"{scheme}://{host}:{port}"
 
+    # ------------------------------------------------------------------ life
     def start(self) -> None:
-        """Bind, listen and serve. Raises ConfigError if the address cannot be bound."""
-        raise NotImplementedError
+        """Bind, listen and serve.
 
-    def publish(self, snapshot: str, doc: SnapshotDoc, image: memoryview, on_free: Callable[[], None]) -> SnapshotDoc:
-        """Serve a snapshot from now on.
-
-        Args:
-            snapshot: its id (must equal ``doc.snapshot``); an id is never reused.
-            doc: its document; missing digests are computed here (two threads, about memory speed).
-            image: exactly ``doc.table.image_bytes`` bytes that nobody changes until ``on_free``.
-            on_free: called once, from any thread, when it is retired and its last reader has left.
-
-        Returns:
-            The document as served (with digests).
+        Raises:
+            ConfigError: the address cannot be bound.
         """
-        raise NotImplementedError
+        try:
+            family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server((str(address[0]), int(address[1])), family=family, backlog=self._limits.connections)
+        except OSError as e:
+            raise ConfigError(f"cannot listen on {self._host!r} port {self._port}: {e}", todo="use an address of this host and a free port") from e
+        self._port = listener.getsockname()[1]
+        self._listener = listener
+        self._accepting = threading.Thread(target=self._accept, args=(listener,), name="serve-accept", daemon=True)
+        self._accepting.start()
 
-    def retire(self, snapshot: str) -> None:
-        """Stop offering a snapshot; unknown is no error. ``on_free`` follows when the last reader has left."""
-        raise NotImplementedError
-
-    def snapshots(self) -> list[SnapshotLine]:
-        """What is served now."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop listening, cut all readers, join the threads, free all snapshots."""
-        raise NotImplementedError
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop listening, cut all readers, join the threads (up to ``timeout`` seconds), free all snapshots."""
+        with self._lock:
+            self._closing = True
+            running = list(self._threads.values())
+        if self._listener is not None:
+            Channel(self._listener).abort()
+            self._listener.close()
+        self._shelf.close()
+        for _, channel in running:
+            channel.abort()
+        deadline = time.monotonic() + timeout
+        for thread in [t for t, _ in running] + ([self._accepting] if self._accepting else []):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Self:
         self.start()
@@ -94,3 +149,194 @@ class SnapshotServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    # ------------------------------------------------------------------ snapshots
+    def publish(self, snapshot: str, doc: SnapshotDoc, image: memoryview, on_free: Callable[[], None]) -> SnapshotDoc:
+        """Serve a snapshot from now on.
+
+        Args:
+            snapshot: its id (equal to ``doc.snapshot``); an id is never reused.
+            doc: its document; missing digests are computed here (two threads, about memory speed).
+            image: exactly ``doc.table.image_bytes`` bytes that nobody changes until ``on_free``.
+            on_free: called once, from any thread, when it is retired and its last reader has left.
+
+        Returns:
+            The document as served (with digests).
+
+        Raises:
+            ConfigError: the id is taken, or id, job, image and document do not fit together.
+        """
+        image = image.cast("B")
+        if snapshot != doc.snapshot or doc.job != self.job or len(image) != doc.table.image_bytes:
+            raise ConfigError(
+                f"snapshot {snapshot!r} of {len(image)} bytes does not fit its document ({doc.snapshot!r} of {doc.table.image_bytes} bytes, job {doc.job!r})",
+                now="it is not served",
+            )
+        check_name("snapshot", snapshot)
+        if not doc.table.digests:
+            digests = image_digests(image, doc.table.block_bytes)
+            doc = msgspec.structs.replace(doc, table=msgspec.structs.replace(doc.table, digests=digests))
+        if not self._shelf.put(Item(doc, image, on_free)):
+            raise ConfigError(f"snapshot {snapshot!r} is being served already, or the server is closed", now="it is not served")
+        return doc
+
+    def retire(self, snapshot: str) -> None:
+        """Stop offering a snapshot; unknown is no error. ``on_free`` follows when the last reader has left."""
+        self._shelf.retire(snapshot)
+
+    def snapshots(self) -> list[SnapshotLine]:
+        """What is served now, oldest first."""
+        return self._shelf.lines()
+
+    # ------------------------------------------------------------------ connections
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing:
+            try:
+                sock, address = listener.accept()
+            except OSError as e:
+                if self._closing:
+                    return
+                log.warning("accepting a connection failed: %s", e)
+                time.sleep(0.05)  # out of descriptors: those who are here finish first
+                continue
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            channel = Channel(sock)
+            if not self._take_on(channel):
+                log.warning("turned %s away: no thread is free for it", address[0])
+                self._turn_away(channel)
+
+    def _take_on(self, channel: Channel) -> bool:
+        """Give a connection a thread, if one of the bounded number is free."""
+        thread = threading.Thread(target=self._serve, args=(channel,), name=f"serve-{channel.sock.fileno()}", daemon=True)
+        with self._lock:
+            if self._closing or len(self._threads) >= self._limits.connections:
+                return False
+            try:
+                thread.start()
+            except RuntimeError as e:  # the system has no thread left
+                log.warning("no thread for a connection: %s", e)
+                return False
+            self._threads[id(channel)] = (thread, channel)
+            return True
+
+    def _turn_away(self, channel: Channel) -> None:
+        try:
+            channel.send(render_answer(503, {"Content-Length": 0, "Connection": "close", "Retry-After": 1}), b"", 0.1)
+        except OSError:
+            log.debug("a connection that was turned away is gone already")
+        finally:
+            channel.close()
+
+    def _serve(self, channel: Channel) -> None:
+        """One connection, from its first request to its last."""
+        try:
+            if self._tls is not None:
+                channel.sock.settimeout(self._limits.head_s)
+                channel.sock = self._tls.wrap_socket(channel.sock, server_side=True)
+            first_s = self._limits.head_s
+            while not self._closing and self._exchange(channel, first_s):
+                first_s = self._limits.idle_s
+        except (OSError, Closed) as e:
+            log.debug("a connection ended: %s", e)
+        finally:
+            channel.close()
+            with self._lock:
+                self._threads.pop(id(channel), None)
+
+    def _exchange(self, channel: Channel, first_s: float) -> bool:
+        """One request and its answer; whether the connection goes on."""
+        limits = self._limits
+        try:
+            head = channel.read_head(max_bytes=limits.head_bytes, max_lines=limits.header_lines, first_s=first_s, whole_s=limits.head_s)
+            if head is None:
+                return False
+            request = parse_request(head)
+        except BadMessage as e:
+            self._refuse(channel, None, "", e)
+            return False
+        span = request.headers.get("range", "")
+        mac, why = check_request(self._key, request.headers.get("authorization", ""), request.method, request.target, span, self._clock())
+        try:
+            if not mac:
+                raise BadMessage(401, why)
+            self._route(channel, request, mac, span)
+        except BadMessage as e:
+            self._refuse(channel, request, mac, e)
+        return request.keep and bool(mac)
+
+    # ------------------------------------------------------------------ answers
+    def _route(self, channel: Channel, request: Request, mac: str, span: str) -> None:
+        if request.method not in ("GET", "HEAD"):
+            raise BadMessage(405, "only GET and HEAD are served")
+        match request.path.split("/")[1:]:
+            case ["v1", self.job, "snapshots"]:
+                self._answer(channel, request, mac, 200, encode(self._shelf.lines()))
+            case ["v1", self.job, "step", step] if step.isascii() and step.isdigit() and len(step) <= 18:
+                line = self._shelf.wait_step(int(step), self._wait(request))
+                if line is None:
+                    raise BadMessage(404, f"step {step} is not published here")
+                self._answer(channel, request, mac, 200, encode(line))
+            case ["v1", self.job, "snapshots", name]:
+                with self._shelf.lend(name) as item:
+                    self._answer(channel, request, mac, 200, _present(item, name).body)
+            case ["v1", self.job, "snapshots", name, "data"]:
+                with self._shelf.lend(name) as item:
+                    self._send_data(channel, request, mac, _present(item, name), span)
+            case _:
+                raise BadMessage(404, "no such path, or another job")
+
+    def _wait(self, request: Request) -> float:
+        try:
+            seconds = float(request.query.get("wait", "0"))
+        except ValueError as e:
+            raise BadMessage(400, "wait is not a number of seconds") from e
+        if not 0 <= seconds < float("inf"):
+            raise BadMessage(400, "wait is not a number of seconds")
+        return min(seconds, self._limits.wait_s)
+
+    def _send_data(self, channel: Channel, request: Request, mac: str, item: Item, span: str) -> None:
+        size = len(item.image)
+        cut = parse_range(span, size)
+        begin, end = cut or (0, size)
+        headers: dict[str, str | int] = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", "ETag": f'"{item.line.content}"'}
+        if cut:
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+        self._answer(channel, request, mac, 206 if cut else 200, item.image[begin:end], headers, document=False)
+
+    def _answer(
+        self,
+        channel: Channel,
+        request: Request,
+        mac: str,
+        status: int,
+        body: bytes | memoryview,
+        headers: Mapping[str, str | int] | None = None,
+        *,
+        document: bool = True,
+    ) -> None:
+        proof = sign_answer(self._key, mac, status, len(body), bytes(body) if document else None)
+        base: dict[str, str | int] = {"Content-Type": "application/json", "Content-Length": len(body), PROOF: proof}
+        base |= headers or {}
+        if not request.keep:
+            base["Connection"] = "close"
+        channel.send(render_answer(status, base), b"" if request.method == "HEAD" else body, self._limits.send_stall_s)
+
+    def _refuse(self, channel: Channel, request: Request | None, mac: str, e: BadMessage) -> None:
+        """Say why a request is not served; proven only to those who proved themselves."""
+        log.debug("refused %s: %s", request.target if request else "a malformed request", e)
+        body = encode({"error": e.why})
+        headers: dict[str, str | int] = {"Content-Type": "application/json", "Content-Length": len(body), "Date": formatdate(self._clock(), usegmt=True)}
+        if mac:
+            headers[PROOF] = sign_answer(self._key, mac, e.status, len(body), body)
+        if e.status == 401:
+            headers["WWW-Authenticate"] = "FTCKPT"
+        if not mac or request is None or not request.keep:
+            headers["Connection"] = "close"
+        hidden = request is not None and request.method == "HEAD"
+        channel.send(render_answer(e.status, headers), b"" if hidden else body, self._limits.send_stall_s)
+
+
+def _present(item: Item | None, name: str) -> Item:
+    if item is None:
+        raise BadMessage(404, f"snapshot {name[:80]} is not served here (any more)")
+    return item
