@@ -2,19 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory
+from ftckpt.domain.vote import Role, Slot
+from ftckpt.errors import Damaged
 
 State = dict[str, Any]
 """What travels with a heal: ``{"user": {key: value}, "torchft": {"step": …, "batches_committed": …}}``; typed leaves and tensors."""
 
 OWN_KEY = "ftckpt"
-"""Key under ``"user"`` that holds the replica's own part (trajectory, counts, samples); plain typed leaves."""
+"""Key under ``"user"`` that holds the replica's own part (trajectory, counts, samples): bytes."""
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a live state stands: its trajectory, and what it includes. It travels with the state.
+
+    Args:
+        trajectory: of the state.
+        counts: draws included, per member id.
+        samples: samples included, over all members.
+        blank: the state was given up; the rest means nothing.
+    """
+
+    version: int = 1
+    trajectory: Trajectory
+    counts: dict[int, int] = {}
+    samples: int = 0
+    blank: bool = False
+
+    def made(self, slots: Sequence[Slot], tail_step: int | None) -> Position:
+        """The position after one more committed step.
+
+        Args:
+            slots: of everybody in the step's process group, in rank order.
+            tail_step: step of the known tail, if there is one: links far behind it are let go.
+        """
+        moved = self.trajectory.advance((s.member, s.nonce) for s in slots)
+        if tail_step is not None:
+            moved = moved.trimmed(tail_step)
+        counts, samples = dict(self.counts), self.samples
+        for slot in slots:
+            if slot.role is Role.CONTRIBUTES:
+                counts[slot.member] = counts.get(slot.member, 0) + slot.draws
+                samples += slot.samples
+        return Position(trajectory=moved, counts=counts, samples=samples)
+
+    def encode(self) -> bytes:
+        """As JSON, for the state that travels with a heal."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Position:
+        """Inverse of :meth:`encode`. Raises Damaged."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise Damaged(f"a peer's position cannot be read: {e}", todo="heal from another peer") from e
+
+
+NOWHERE = Position(trajectory=Trajectory(0, "0" * 64), blank=True)
+"""The position of a state that was given up."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +193,7 @@ class Carrier(Protocol):
         """
 
     def elsewhere(self, step: int, timeout: float) -> Iterator[State]:
-        """States of ``step`` offered by other peers, one after the other; empty if there is none."""
+        """States of ``step`` from other peers, one after the other, within ``timeout`` seconds; a peer that fails is passed over."""
 
     def retire(self) -> None:
         """The step's vote was held; what was published need not be offered to newcomers any more."""
