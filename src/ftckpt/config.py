@@ -88,7 +88,12 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         """All values and orders that cannot hold, one sentence each."""
         wrong = [f"deadlines.{k}={v:g} must be positive" for k, v in msgspec.structs.asdict(self).items() if v <= 0 and k != "linger_s"]
         rules = (
-            (3 * self.log_s <= self.registry_ttl_s, "log_s", "registry_ttl_s", "a lease is renewed at a third of its life: registry_ttl_s >= 3 * log_s"),
+            (
+                3 * self.log_s <= self.registry_ttl_s,
+                "log_s",
+                "registry_ttl_s",
+                "a lease is renewed at a third of its life: registry_ttl_s >= 3 * log_s",
+            ),
             (self.tail_poll_s <= self.registry_ttl_s, "tail_poll_s", "registry_ttl_s", "tail_poll_s <= registry_ttl_s"),
             (self.log_s < self.agent_start_s, "log_s", "agent_start_s", "an agent reads the log before it answers: log_s < agent_start_s"),
             (self.cursors_s <= self.receipts_s, "cursors_s", "receipts_s", "cursors_s <= receipts_s"),
@@ -202,7 +207,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """
         wrong = self.problems(need)
         if wrong:
-            raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(wrong), now="nothing was started", todo="correct them all and start again")
+            raise ConfigError(
+                "these settings cannot be used:\n  " + "\n  ".join(wrong),
+                now="nothing was started",
+                todo="correct them all and start again",
+            )
         return self
 
     def _replica_problems(self) -> list[str]:
@@ -231,6 +240,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     group_rank: int = 0
     master_addr: str = ""
     master_port: int = 0
+    agent_store: bool = False
     restart_count: int = 0
     run_id: str = ""
     replica_group: str = ""
@@ -246,7 +256,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 _LAUNCH = {
     "rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE", "local_world_size": "LOCAL_WORLD_SIZE",
-    "group_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT",
+    "group_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "agent_store": "TORCHELASTIC_USE_AGENT_STORE",
     "restart_count": "TORCHELASTIC_RESTART_COUNT", "run_id": "TORCHELASTIC_RUN_ID", "replica_group": "REPLICA_GROUP_ID",
     "replica_groups": "NUM_REPLICA_GROUPS", "lighthouse": "TORCHFT_LIGHTHOUSE", "resume": "FTCKPT_RESUME",
 }  # fmt: skip
@@ -274,7 +284,9 @@ def launch(env: Mapping[str, str] | None = None) -> Launch:
     try:
         return msgspec.convert(given, Launch, strict=False)
     except msgspec.ValidationError as e:
-        raise ConfigError(f"the launcher's environment cannot be read: {e}", todo=f"check {', '.join(sorted(_LAUNCH[k] for k in given))}") from e
+        raise ConfigError(
+            f"the launcher's environment cannot be read: {e}", todo=f"check {', '.join(sorted(_LAUNCH[k] for k in given))}"
+        ) from e
 
 
 def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
@@ -307,7 +319,11 @@ def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None 
             continue
         origin[key] = label
     if wrong:
-        raise ConfigError("these settings cannot be read:\n  " + "\n  ".join(wrong), now="nothing was started", todo="correct them all; settings are listed in docs/config.md")
+        raise ConfigError(
+            "these settings cannot be read:\n  " + "\n  ".join(wrong),
+            now="nothing was started",
+            todo="correct them all; settings are listed in docs/config.md",
+        )
     _fill_defaults(values, origin, env)
     deadlines = Deadlines(**{k.partition(".")[2]: v for k, v in values.items() if "." in k})
     return Settings(**{k: v for k, v in values.items() if "." not in k}, deadlines=deadlines, origin=origin)
@@ -356,7 +372,9 @@ def _fill_defaults(values: dict[str, Any], origin: dict[str, str], env: Mapping[
     if not values.get("runtime_dir"):
         base = env.get("XDG_RUNTIME_DIR")
         usable = bool(base) and os.access(base or "", os.W_OK)
-        values["runtime_dir"] = os.path.join(base, "ftckpt") if base and usable else os.path.join(tempfile.gettempdir(), f"ftckpt-{os.getuid()}")
+        values["runtime_dir"] = (
+            os.path.join(base, "ftckpt") if base and usable else os.path.join(tempfile.gettempdir(), f"ftckpt-{os.getuid()}")
+        )
 
 
 def child_environment(**variables: str) -> dict[str, str]:

@@ -105,8 +105,13 @@ def adoptable(log: LogView, found: Iterable[Found]) -> tuple[Found, ...]:
     """
     recorded = {e.location for e in log.entries}
     fit = [
-        f for f in found
-        if f.complete and f.location not in recorded and f.trajectory is not None and log.uuid and f.log == log.uuid
+        f
+        for f in found
+        if f.complete
+        and f.location not in recorded
+        and f.trajectory is not None
+        and log.uuid
+        and f.log == log.uuid
         and isinstance(judge(log.tail, f.trajectory), Append)
     ]
     if not fit:

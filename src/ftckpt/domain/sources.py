@@ -229,7 +229,11 @@ def _newest(at: Situation, findings: Findings) -> Decision:
         reasons = (f"memory of the agents on this host has step {best.trajectory.step} on the tail's trajectory", *_passed(rejected))
         return Choice(source="memory", step=best.trajectory.step, memory=best, tail=tail, reasons=reasons, rejected=tuple(rejected))
     if not rejected and (tail is None or (tail.kind == "open" and tail.base < 0)):
-        why = "neither the log nor the root has anything earlier" if tail is None else f"#{tail.index} says to start from zero, and nothing was committed since"
+        why = (
+            "neither the log nor the root has anything earlier"
+            if tail is None
+            else f"#{tail.index} says to start from zero, and nothing was committed since"
+        )
         return Choice(source="new", step=0, tail=tail, reasons=(why,))
     return Refusal(
         kind="NothingLoadable",
@@ -243,13 +247,21 @@ def _take(at: Situation, rung: _Candidate, rejected: list[Rejected]) -> Choice:
     tail = at.log.tail
     if rung.entry is None:
         why = f"step {rung.step} ({rung.location}) is complete and may be appended to the log: its writer ended before it could"
-        return Choice(source="durable", step=rung.step, location=rung.location, tail=tail, reasons=(why, *_passed(rejected)), rejected=tuple(rejected))
+        return Choice(
+            source="durable", step=rung.step, location=rung.location, tail=tail, reasons=(why, *_passed(rejected)), rejected=tuple(rejected)
+        )
     designated = tail is not None and rung.entry.index == (tail.base if tail.kind == "open" else tail.index)
     what = "the newest generation" if designated else "the newest generation that can be loaded"
     why = f"#{rung.entry.index}, step {rung.step} ({rung.location}) is {what}"
     return Choice(
-        source="generation", step=rung.step, entry=rung.entry, location=rung.location, tail=tail, opens=not designated,
-        reasons=(why, *_passed(rejected)), rejected=tuple(rejected),
+        source="generation",
+        step=rung.step,
+        entry=rung.entry,
+        location=rung.location,
+        tail=tail,
+        opens=not designated,
+        reasons=(why, *_passed(rejected)),
+        rejected=tuple(rejected),
     )
 
 
@@ -284,7 +296,9 @@ def _exact(at: Situation, request: AtStep | AtIndex | AtLocation, findings: Find
         reasons.append("it is not on the newest entry's trajectory")
     if choice.opens:
         reasons.append("resuming from it opens a new branch: later generations stay in the log but are no longer built upon")
-    return Choice(source="generation", step=entry.step, entry=entry, location=entry.location, tail=tail, opens=choice.opens, reasons=tuple(reasons))
+    return Choice(
+        source="generation", step=entry.step, entry=entry, location=entry.location, tail=tail, opens=choice.opens, reasons=tuple(reasons)
+    )
 
 
 def _absent(at: Situation, wanted: str, request: Request, generations: Sequence[Entry]) -> Refusal:
@@ -293,11 +307,19 @@ def _absent(at: Situation, wanted: str, request: Request, generations: Sequence[
     broken = dict(at.log.damaged)
     if isinstance(request, AtIndex) and request.index in broken:
         lines.append(f"#{request.index} is in the log but cannot be read: {broken[request.index]}")
-    where = [f for f in at.found if (isinstance(request, AtStep) and f.step == request.step) or (isinstance(request, AtLocation) and f.location == request.location)]
+    where = [
+        f
+        for f in at.found
+        if (isinstance(request, AtStep) and f.step == request.step) or (isinstance(request, AtLocation) and f.location == request.location)
+    ]
     lines += [f"{f.location} is in the root but not in the log: {f.why or 'complete, never committed'}" for f in where]
     return Refusal(
-        kind="NotFound", what=f"job {at.job!r} has no {wanted}", lines=tuple(lines),
-        todo="choose one of those" if have else "check job, root and log; manifests without records are found by: ftckpt log rebuild " + at.job,
+        kind="NotFound",
+        what=f"job {at.job!r} has no {wanted}",
+        lines=tuple(lines),
+        todo="choose one of those"
+        if have
+        else "check job, root and log; manifests without records are found by: ftckpt log rebuild " + at.job,
     )
 
 

@@ -1,0 +1,81 @@
+"""What generation directories a root has, and of each whether it is complete, or what is missing. Reads names, sizes and manifests only."""
+
+from __future__ import annotations
+
+from ftckpt.domain.lineage import Found
+from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
+from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
+from ftckpt.format.manifest import ABANDONED, INTENT, MANIFEST, RECEIPTS, Intent, Manifest, Receipt, decode, sha256
+from ftckpt.ports import BlobStore
+
+
+def scan(store: BlobStore, job: str) -> tuple[Found, ...]:
+    """All generation directories of a job, by step; whatever else lies there is not ours and is passed over.
+
+    Raises:
+        StoreError: the root cannot be listed.
+    """
+    names = [name for text in store.listdir(generations_dir(job)) if (name := GenerationName.parse(text)) is not None]
+    return tuple(look(store, job, name) for name in sorted(names))
+
+
+def look(store: BlobStore, job: str, name: GenerationName) -> Found:
+    """One generation directory: complete by names and sizes, or why not."""
+    location = str(name)
+    base = generation_dir(job, location)
+    try:
+        sizes = {info.path.removeprefix(base + "/"): info.size for info in store.files(base)}
+        if MANIFEST not in sizes:
+            return Found(location=location, step=name.step, why=_unfinished(store, base, sizes))
+        data = store.get(f"{base}/{MANIFEST}")
+        manifest = decode(data, Manifest, f"{location}/{MANIFEST}")
+    except (Damaged, NotFound, StoreError, ConfigError) as e:
+        return Found(location=location, step=name.step, why=e.what)
+    return Found(
+        location=location,
+        step=name.step,
+        why=_misnamed(manifest, job, name) or _misfit(manifest, sizes),
+        trajectory=manifest.trajectory,
+        log=manifest.log,
+        known_tail=manifest.known_tail,
+        manifest=sha256(data),
+    )
+
+
+def _misnamed(manifest: Manifest, job: str, name: GenerationName) -> str:
+    """Why the manifest is not of this directory; empty if it is."""
+    if manifest.job != job:
+        return f"{MANIFEST} is of job {manifest.job!r}"
+    said = GenerationName(manifest.step, manifest.trajectory.h[:8], manifest.attempt)
+    return "" if said == name else f"{MANIFEST} is of {said}"
+
+
+def _misfit(manifest: Manifest, sizes: dict[str, int]) -> str:
+    """The first file that is missing or has another size than the manifest says; empty if all fit."""
+    expected = [(s.file, s.bytes) for s in manifest.shards]
+    expected += [(f.file, f.bytes) for f in (manifest.leaves, *(c.file for c in manifest.cursors))]
+    for file, size in expected:
+        if file not in sizes:
+            return f"{file} is missing"
+        if sizes[file] != size:
+            return f"{file} has {sizes[file]} bytes, expected {size}"
+    return ""
+
+
+def _unfinished(store: BlobStore, base: str, sizes: dict[str, int]) -> str:
+    """What an attempt without manifest has, and which ranks are missing."""
+    if not sizes:
+        return "the directory is empty"
+    if ABANDONED in sizes:
+        return f"its writer gave it up (no {MANIFEST})"
+    if INTENT not in sizes:
+        return f"no {MANIFEST} and no {INTENT}"
+    try:
+        ranks = decode(store.get(f"{base}/{INTENT}"), Intent, INTENT).group_world_size
+        receipts = [decode(store.get(f"{base}/{file}"), Receipt, file) for file in sorted(sizes) if file.startswith(RECEIPTS + "/")]
+    except (Damaged, NotFound, StoreError) as e:
+        return f"no {MANIFEST}; {e.what}"
+    failed = [f"rank {r.rank} failed: {r.error}" for r in receipts if r.error]
+    missing = sorted(set(range(ranks)) - {r.rank for r in receipts})
+    parts = failed + ([f"the shard of rank {', '.join(map(str, missing))} never arrived"] if missing else [])
+    return f"no {MANIFEST}; {'; '.join(parts) or 'all shards are there'}"

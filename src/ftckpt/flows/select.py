@@ -1,0 +1,155 @@
+"""Choosing where a state comes from: looks at log, root and agents, verifies what the ladder wants verified, and says why.
+
+The decision itself is ``domain.sources``. Writes nothing, unless told to append finished generations whose writer died.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from ftckpt.domain.ledger import Append, Entry, judge, own_entry
+from ftckpt.domain.lineage import Found, LogView, chain_to
+from ftckpt.domain.sources import Choice, Fault, MemoryCapture, Newest, Probe, Refusal, Request, Situation, decide
+from ftckpt.errors import Damaged, LogAmbiguous, LogUnreachable, TailMoved
+from ftckpt.flows.read import read_manifest
+from ftckpt.flows.scan import scan
+from ftckpt.flows.verify import Progress, verify
+from ftckpt.format.manifest import record
+from ftckpt.ports import BlobStore, CommitLog
+
+Level = Literal["headers", "full"]
+ROUNDS = 8  # how often the choice begins anew when the tail moves meanwhile
+
+
+def view(log: CommitLog, *, timeout: float | None = None) -> LogView:
+    """Everything the log lists; being unreachable or damaged is a state here, not an error.
+
+    Args:
+        timeout: deadline of one call, in seconds; the log's own when left out.
+    """
+    try:
+        tail = log.tail(timeout=timeout)
+        uuid = log.uuid(timeout=timeout)
+        entries = tuple(log.entries(timeout=timeout))
+        damaged = tuple(log.damaged(timeout=timeout))
+    except (LogUnreachable, LogAmbiguous) as e:
+        return LogView(state="unreachable", reason=e.what)
+    except Damaged as e:
+        return LogView(state="damaged", reason=e.what)
+    return LogView(uuid=uuid, tail=tail, entries=entries, damaged=damaged)
+
+
+def look(log: CommitLog, store: BlobStore, job: str, memory: Sequence[MemoryCapture] = (), *, timeout: float | None = None) -> Situation:
+    """What a choice is made from. The log is read before the root, so that a generation seen in the log is there.
+
+    Raises:
+        StoreError: the root cannot be listed.
+    """
+    seen = view(log, timeout=timeout)
+    return Situation(job=job, log=seen, found=scan(store, job), memory=tuple(memory))
+
+
+def choose(
+    log: CommitLog,
+    store: BlobStore,
+    job: str,
+    request: Request | None = None,
+    *,
+    verify_level: Level = "headers",
+    memory: Sequence[MemoryCapture] = (),
+    adopt: bool = False,
+    progress: Progress | None = None,
+    timeout: float | None = None,
+) -> Choice:
+    """Walk the recovery ladder.
+
+    Args:
+        request: what is asked for; the newest when left out.
+        verify_level: what a candidate must pass: "headers" (all small files, sizes and headers; blocks are verified when they
+            are read) or "full" (every byte).
+        memory: captures that the agents of this replica hold.
+        adopt: append finished generations without record first (rule 9); else such a one is chosen as "durable".
+        progress: called with file and bytes while verifying.
+        timeout: deadline of one call to the log, in seconds.
+
+    Raises:
+        LogUnreachable, LogRegressed, Damaged, ProgressExists, NothingLoadable, NotFound: nothing is chosen; says why and what
+            to do. StoreError: the root cannot be listed.
+    """
+    findings: dict[str, Fault | None] = {}
+
+    def probe(location: str, entry: Entry | None) -> Fault | None:
+        if location not in findings:
+            findings[location] = verify(store, job, location, entry, full=verify_level == "full", progress=progress).fault
+        return findings[location]
+
+    for _ in range(ROUNDS):
+        at = look(log, store, job, memory, timeout=timeout)
+        choice = _settle(at, request or Newest(), probe, findings)
+        if choice.source != "durable" or not adopt:
+            return choice
+        adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
+    raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
+
+
+def _settle(
+    at: Situation, request: Request, probe: Callable[[str, Entry | None], Fault | None], findings: dict[str, Fault | None]
+) -> Choice:
+    while True:
+        decision = decide(at, request, findings)
+        if isinstance(decision, Probe):
+            probe(decision.location, decision.entry)
+        elif isinstance(decision, Refusal):
+            raise decision.error()
+        else:
+            return decision
+
+
+def adopt_chain(
+    log: CommitLog,
+    store: BlobStore,
+    job: str,
+    at: Situation,
+    location: str,
+    probe: Callable[[str, Entry | None], Fault | None],
+    *,
+    timeout: float | None = None,
+) -> list[Entry]:
+    """Append a finished generation without record, and before it those of its ancestors that have none either.
+
+    Returns:
+        The entries appended here; fewer when another writer was quicker (that is no error: look again).
+    """
+    tip = next(f for f in at.found if f.location == location)
+    recorded = {e.location for e in at.log.entries}
+    open_ones = [f for f in at.found if f.complete and f.location not in recorded and f.log == at.log.uuid]
+    tail, done = at.log.tail, []
+    for found in chain_to(tip, open_ones):
+        if found.trajectory is None or not isinstance(judge(tail, found.trajectory), Append) or probe(found.location, None) is not None:
+            continue
+        entry = append(log, store, job, found, tail, timeout=timeout)
+        if entry is None:
+            break
+        tail = entry
+        done.append(entry)
+    return done
+
+
+def append(log: CommitLog, store: BlobStore, job: str, found: Found, tail: Entry | None, *, timeout: float | None = None) -> Entry | None:
+    """Append one finished generation after ``tail``; its own attempt is looked for first when that is refused (rule 6).
+
+    Returns:
+        The entry; None if the tail has moved on without it.
+    """
+    manifest, data = read_manifest(store, job, found.location)
+    last = tail.index if tail is not None else -1
+    entry = msgspec.structs.replace(
+        record(manifest, data, found.location), base=last if tail is None or tail.kind == "generation" else tail.base
+    )
+    try:
+        return log.append(entry, expect_tail=last, timeout=timeout)
+    except (TailMoved, LogAmbiguous):
+        return own_entry(log.entries(after=last, timeout=timeout), entry.attempt)

@@ -1,0 +1,118 @@
+"""Checking a generation against its record, file by file: sizes and digests, or every byte. It changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import msgspec
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.sources import Fault
+from ftckpt.errors import Damaged, NotFound, StoreError
+from ftckpt.flows.read import open_shard, read_manifest, read_small
+from ftckpt.format.manifest import MANIFEST, Manifest, ShardInfo
+from ftckpt.ports import BlobStore
+
+Progress = Callable[[str, int], None]  # file, bytes just checked
+
+
+class FileReport(msgspec.Struct, frozen=True):
+    """One file: its size in bytes as the manifest says, and what is wrong with it (empty: nothing)."""
+
+    file: str
+    bytes: int
+    fault: str = ""
+
+
+class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What verifying one generation found; ``level`` is "headers" or "full"."""
+
+    location: str
+    step: int
+    index: int
+    level: str
+    files: tuple[FileReport, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether every file matched."""
+        return not any(f.fault for f in self.files)
+
+    @property
+    def fault(self) -> Fault | None:
+        """The first file that did not match."""
+        return next((Fault(f.file, f.fault) for f in self.files if f.fault), None)
+
+
+def verify(
+    store: BlobStore,
+    job: str,
+    location: str,
+    entry: Entry | None = None,
+    *,
+    full: bool = True,
+    progress: Progress | None = None,
+    threads: int = 1,
+) -> VerifyReport:
+    """Check one generation; every file is looked at, also after one that is damaged.
+
+    Args:
+        entry: its record; with it the manifest's sha256 is compared.
+        full: every byte; else small files, and size and header of each shard.
+        progress: called with a file's name and the number of bytes just checked, maybe from several threads.
+        threads: threads that read one shard.
+    """
+    level = "full" if full else "headers"
+    index, step = (entry.index, entry.step) if entry is not None else (-1, -1)
+    try:
+        manifest, data = read_manifest(store, job, location, entry)
+    except (Damaged, StoreError) as e:
+        return VerifyReport(location=location, step=step, index=index, level=level, files=(FileReport(MANIFEST, 0, e.what),))
+    files = [FileReport(MANIFEST, len(data), _contradiction(manifest, entry))]
+    files += _files(store, job, location, manifest, full, progress, threads)
+    return VerifyReport(location=location, step=manifest.step, index=index, level=level, files=tuple(files))
+
+
+def payload(store: BlobStore, job: str, location: str) -> int:
+    """Bytes that a full verification reads from shards; 0 if the manifest cannot be read."""
+    try:
+        return read_manifest(store, job, location)[0].payload_bytes
+    except (Damaged, StoreError):
+        return 0
+
+
+def _contradiction(manifest: Manifest, entry: Entry | None) -> str:
+    """A record that vouches for the manifest's bytes must also say the same as it."""
+    if entry is None or (manifest.step, manifest.trajectory.h, manifest.attempt) == (entry.step, entry.trajectory, entry.attempt):
+        return ""
+    return (
+        f"it says step {manifest.step} ({manifest.trajectory.h[:8]}), record #{entry.index} says step {entry.step} ({entry.trajectory[:8]})"
+    )
+
+
+def _files(
+    store: BlobStore, job: str, location: str, manifest: Manifest, full: bool, progress: Progress | None, threads: int
+) -> Iterator[FileReport]:
+    for small in (manifest.leaves, *(c.file for c in manifest.cursors)):
+        yield FileReport(small.file, small.bytes, _fault(partial(read_small, store, job, location, small)))
+    for shard in manifest.shards:
+        yield FileReport(shard.file, shard.bytes, _fault(partial(_check_shard, store, job, location, shard, full, progress, threads)))
+
+
+def _check_shard(store: BlobStore, job: str, location: str, shard: ShardInfo, full: bool, progress: Progress | None, threads: int) -> None:
+    reader, image = open_shard(store, job, location, shard)
+    with reader:
+        if progress is not None:
+            progress(shard.file, shard.header_bytes)
+        if full:
+            image.verify(partial(progress, shard.file) if progress is not None else None, threads)
+
+
+def _fault(check: Callable[[], object]) -> str:
+    """What a check raised; empty if it passed."""
+    try:
+        check()
+    except (Damaged, NotFound, StoreError) as e:
+        return e.what
+    return ""

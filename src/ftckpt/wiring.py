@@ -1,0 +1,295 @@
+"""The only place where URLs become parts: stores, commit logs, an agent's configuration, and a root's owner.
+
+It decides nothing about generations, and writes nothing but ``<root>/<job>/job.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from ftckpt.config import Settings
+from ftckpt.domain.names import check_name, generations_dir
+from ftckpt.errors import ConfigError, NotFound, StoreError
+from ftckpt.format.manifest import decode, encode
+from ftckpt.link.config import AgentConfig
+from ftckpt.ports import BlobStore, CommitLog
+
+STORE_SCHEMES = ("file", "memory")
+LOG_SCHEMES = ("sqlite", "etcd", "etcds", "memory")
+LOG_FILE = "commit-log.sqlite3"
+MARKER = "job.json"
+LOG_TIMEOUT_S = 5.0
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """``<root>/<job>/job.json``: whose directory this is, and which log vouches for it."""
+
+    version: int = 1
+    job: str
+    log_kind: str
+    log: str = ""  # uuid, once known
+
+
+# ---------------------------------------------------------------- stores
+def root_url(root: str) -> str:
+    """A root as a URL: a plain path becomes an absolute ``file://`` URL.
+
+    Raises:
+        ConfigError: empty, of an unknown scheme, or a ``file://`` URL with a host.
+    """
+    if not root:
+        raise ConfigError(
+            "no root is given", now="nothing was changed", todo="pass root=..., --root or FTCKPT_ROOT: a path or a file:// URL"
+        )
+    scheme = urlsplit(root).scheme if "://" in root else ""
+    if not scheme:
+        return "file://" + os.path.abspath(os.path.expanduser(root))
+    if scheme not in STORE_SCHEMES:
+        raise ConfigError(
+            f"root {root!r}: there is no store for {scheme}://",
+            now="nothing was changed",
+            todo=f"use a plain path or one of {', '.join(s + '://' for s in STORE_SCHEMES)}",
+        )
+    if scheme == "file" and urlsplit(root).netloc not in ("", "localhost"):
+        raise ConfigError(f"root {root!r} names a host", now="nothing was changed", todo="write file:///absolute/path (three slashes)")
+    return root
+
+
+def root_path(root: str) -> Path | None:
+    """The directory of a file root; None for other stores."""
+    url = root_url(root)
+    return Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+
+
+def open_store(root: str, *, create: bool = False, write: bool = False) -> BlobStore:
+    """Open a root.
+
+    Args:
+        root: path or URL.
+        create: make the directory if it is missing; its parent must exist.
+        write: also check that it can be written.
+
+    Raises:
+        ConfigError: the URL cannot be used. NotFound: the directory is missing. StoreError: it cannot be read (or written).
+    """
+    path = root_path(root)
+    if path is None:
+        from ftckpt.stores.memory import MemoryStore
+
+        return MemoryStore.shared(urlsplit(root).netloc or "default") if hasattr(MemoryStore, "shared") else MemoryStore()
+    _check_directory(path, create, write)
+    from ftckpt.stores.local import LocalStore
+
+    return LocalStore(path)
+
+
+def _check_directory(path: Path, create: bool, write: bool) -> None:
+    """Typed errors for a root that is missing, no directory, or not accessible, before anything is written."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError as e:
+        if not create:
+            raise NotFound(f"root {path} does not exist", now="nothing was changed", todo="check the path, or create the directory") from e
+        _make(path)
+        return
+    except OSError as e:
+        raise StoreError(
+            f"root {path} cannot be reached: {e.strerror}", now="nothing was changed", todo="check its permissions and its mount"
+        ) from e
+    if not stat.S_ISDIR(mode):
+        raise StoreError(f"root {path} is not a directory", now="nothing was changed", todo="name a directory")
+    missing = [
+        name
+        for name, flag in (("read", os.R_OK | os.X_OK), ("written", os.W_OK))
+        if (flag != os.W_OK or write) and not os.access(path, flag)
+    ]
+    if missing:
+        raise StoreError(
+            f"root {path} cannot be {' or '.join(missing)}", now="nothing was changed", todo="check its permissions and its mount"
+        )
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as e:
+        raise StoreError(
+            f"root {path} cannot be created: {e.strerror}", now="nothing was changed", todo="create its parent directory, or check the path"
+        ) from e
+
+
+# ---------------------------------------------------------------- logs
+def log_url(log: str | None, *, job: str, root: str) -> str:
+    """The commit log's URL, with the default filled in: SQLite at ``<root>/<job>/commit-log.sqlite3``.
+
+    Raises:
+        ConfigError: unknown scheme, or no log is given for a root that has no directory.
+    """
+    check_name("job", job)
+    if not log:
+        path = root_path(root)
+        if path is None:
+            raise ConfigError(
+                f"root {root!r} is no directory, so that the embedded log has no place",
+                now="nothing was changed",
+                todo="give the log: --log etcd://host:2379 or sqlite:///path, FTCKPT_LOG",
+            )
+        return f"sqlite://{path / job / LOG_FILE}"
+    scheme = urlsplit(log).scheme if "://" in log else ""
+    if scheme not in LOG_SCHEMES:
+        raise ConfigError(
+            f"log {log!r}: there is no commit log for {scheme + '://' if scheme else 'a plain path'}",
+            now="nothing was changed",
+            todo=f"use one of {', '.join(s + '://' for s in LOG_SCHEMES)}, or leave it out for SQLite beside the generations",
+        )
+    return log
+
+
+def open_log(log: str | None, *, job: str, root: str, timeout: float = LOG_TIMEOUT_S) -> CommitLog:
+    """Open a job's commit log. Nothing is written and no server is called yet.
+
+    Args:
+        log: URL; None or empty for the embedded log.
+        job: name of the training run.
+        root: path or URL of the store, for the default.
+        timeout: deadline of one call, in seconds.
+
+    Raises:
+        ConfigError: the URL cannot be used.
+    """
+    url = log_url(log, job=job, root=root)
+    scheme = urlsplit(url).scheme
+    if scheme == "sqlite":
+        from ftckpt.commitlog.sqlite import SqliteLog
+
+        return SqliteLog(Path(unquote(url.removeprefix("sqlite://"))), job, timeout=timeout)
+    if scheme == "memory":
+        from ftckpt.commitlog.memory import MemoryLog
+
+        return MemoryLog(job)
+    from ftckpt.commitlog.etcd import EtcdLog
+
+    return EtcdLog(url, job, timeout=timeout)
+
+
+# ---------------------------------------------------------------- whose root it is
+def jobs_in(store: BlobStore) -> list[str]:
+    """Names of the jobs that a root has: directories with our marker or with generations."""
+    return [name for name in store.listdir() if store.exists(f"{name}/{MARKER}") or store.listdir(generations_dir(name))]
+
+
+def read_marker(store: BlobStore, job: str) -> Marker | None:
+    """What ``job.json`` says; None if there is none.
+
+    Raises:
+        Damaged: it cannot be read.
+    """
+    path = f"{job}/{MARKER}"
+    try:
+        return decode(store.get(path), Marker, path)
+    except NotFound:
+        return None
+
+
+def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool = False) -> Marker:
+    """Check that ``<root>/<job>`` is this job's and this log's, and mark it so (F30, F31). Called before anything is written.
+
+    Safe to call from all ranks at once: the first marker wins, the others compare.
+
+    Args:
+        store: the root.
+        job: name of the training run.
+        log: the log's URL.
+        uuid: the log's uuid; empty if it was never written.
+        new_job: accept that the root has other jobs but not this one.
+
+    Raises:
+        ConfigError: the directory belongs to another job or another log, or the root is occupied and this job is new there.
+    """
+    check_name("job", job)
+    want = Marker(job=job, log_kind=urlsplit(log).scheme, log=uuid)
+    have = read_marker(store, job)
+    if have is None:
+        others = [] if new_job or store.listdir(generations_dir(job)) else [name for name in jobs_in(store) if name != job]
+        if others:
+            raise ConfigError(
+                f"job {job!r} is new in root {store.url}, which has {', '.join(repr(o) for o in others[:8])}",
+                now="nothing was written",
+                todo="check the job's name; if it is meant to be new here: new_job=True, FTCKPT_NEW_JOB=1, or a root of its own",
+            )
+        if store.put(f"{job}/{MARKER}", encode(want), if_absent=True):
+            return want
+        have = read_marker(store, job) or want
+    check_marker(have, want, store.url)
+    if uuid and have.log != uuid:
+        store.put(f"{job}/{MARKER}", encode(want))
+        return want
+    return have
+
+
+def check_marker(have: Marker, want: Marker, where: str) -> None:
+    """Compare a root's marker with what this process was told.
+
+    Raises:
+        ConfigError: another job, or another log than the one that vouches for the generations here.
+    """
+    if have.job != want.job:
+        raise ConfigError(
+            f"{where}/{want.job} belongs to job {have.job!r}, not to {want.job!r}",
+            now="nothing was written",
+            todo=f"use job={have.job!r}; for a copy that shall live on under a new name remove {want.job}/{MARKER} and run: ftckpt log rebuild {want.job}",
+        )
+    if have.log and want.log and have.log != want.log:
+        raise ConfigError(
+            f"{where}/{want.job} is vouched for by log {have.log} ({have.log_kind}), but the given one ({want.log_kind}) is {want.log}",
+            now="nothing was written",
+            todo=f"give the right --log; if that log is lost for good: ftckpt log rebuild {want.job}",
+        )
+
+
+def remark(store: BlobStore, job: str, *, log: str, uuid: str) -> None:
+    """Bind a root to another log: only after ``ftckpt log rebuild``."""
+    store.put(f"{job}/{MARKER}", encode(Marker(job=job, log_kind=urlsplit(log).scheme, log=uuid)))
+
+
+# ---------------------------------------------------------------- agents
+def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarnation: str) -> AgentConfig:
+    """What one rank's agent has to know.
+
+    Raises:
+        ConfigError: values that cannot be used, all at once; or the secret's file cannot be read.
+    """
+    d = settings.deadlines
+    return AgentConfig(
+        job=settings.job, replica=settings.replica, rank=rank, group_world_size=group_world_size, incarnation=incarnation,
+        root=root_url(settings.root), log=log_url(settings.log, job=settings.job, root=settings.root),
+        runtime_dir=settings.runtime_dir, log_dir=settings.log_dir, state_dir=settings.state_dir,
+        host=settings.agent_host, port=settings.agent_port + rank if settings.agent_port else 0, advertise=settings.agent_advertise,
+        secret=read_secret(settings.secret_file), linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,
+        receipts_s=d.receipts_s, cursors_s=d.cursors_s, cursor_search_s=d.cursor_search_s, commit_linger_s=d.commit_linger_s,
+        term_budget_s=d.term_s, log_timeout_s=d.log_s, tail_poll_s=d.tail_poll_s, registry_ttl_s=d.registry_ttl_s,
+        nice=settings.nice, persist_threads=settings.persist_threads,
+    ).check()  # fmt: skip
+
+
+def read_secret(file: str) -> str:
+    """The job's secret from a file, hex; empty if no file is named.
+
+    Raises:
+        ConfigError: the file cannot be read, is empty, or others than its owner may read it.
+    """
+    if not file:
+        return ""
+    try:
+        mode, data = os.stat(file).st_mode, Path(file).read_bytes().strip()
+    except OSError as e:
+        raise ConfigError(f"secret file {file} cannot be read: {e.strerror}", now="nothing was started", todo="check secret_file") from e
+    if len(data) < 16 or mode & 0o077:
+        why = "has less than 16 bytes" if len(data) < 16 else f"may be read by others (mode {stat.S_IMODE(mode):o})"
+        raise ConfigError(f"secret file {file} {why}", now="nothing was started", todo="write at least 16 random bytes into it, mode 0600")
+    return data.hex()
