@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -36,7 +37,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------- stores
-def root_url(root: str) -> str:
+def root_as_url(root: str) -> str:
     """A root as a URL: a plain path becomes an absolute ``file://`` URL.
 
     Raises:
@@ -62,30 +63,43 @@ def root_url(root: str) -> str:
 
 def root_path(root: str) -> Path | None:
     """The directory of a file root; None for other stores."""
-    url = root_url(root)
+    url = root_as_url(root)
     return Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
 
 
-def open_store(root: str, *, create: bool = False, write: bool = False) -> BlobStore:
+def open_store(root_url: str, *, create: bool = False, write: bool = False) -> BlobStore:
     """Open a root.
 
     Args:
-        root: path or URL.
+        root_url: path or URL.
         create: make the directory if it is missing; its parent must exist.
         write: also check that it can be written.
 
     Raises:
         ConfigError: the URL cannot be used. NotFound: the directory is missing. StoreError: it cannot be read (or written).
     """
-    path = root_path(root)
+    path = root_path(root_url)
     if path is None:
-        from ftckpt.stores.memory import MemoryStore
-
-        return MemoryStore.shared(urlsplit(root).netloc or "default") if hasattr(MemoryStore, "shared") else MemoryStore()
+        return _memory_store(urlsplit(root_url).netloc)
     _check_directory(path, create, write)
     from ftckpt.stores.local import LocalStore
 
     return LocalStore(path)
+
+
+@cache
+def _memory_store(name: str) -> BlobStore:
+    """Memory stores live as long as the process, one per name."""
+    from ftckpt.stores.memory import MemoryStore
+
+    return MemoryStore(name)
+
+
+@cache
+def _memory_log(name: str, job: str) -> CommitLog:
+    from ftckpt.commitlog.memory import MemoryLog
+
+    return MemoryLog(job)
 
 
 def _check_directory(path: Path, create: bool, write: bool) -> None:
@@ -124,7 +138,7 @@ def _make(path: Path) -> None:
 
 
 # ---------------------------------------------------------------- logs
-def log_url(log: str | None, *, job: str, root: str) -> str:
+def log_url(log: str | None, *, job: str, root_url: str) -> str:
     """The commit log's URL, with the default filled in: SQLite at ``<root>/<job>/commit-log.sqlite3``.
 
     Raises:
@@ -132,10 +146,10 @@ def log_url(log: str | None, *, job: str, root: str) -> str:
     """
     check_name("job", job)
     if not log:
-        path = root_path(root)
+        path = root_path(root_url)
         if path is None:
             raise ConfigError(
-                f"root {root!r} is no directory, so that the embedded log has no place",
+                f"root {root_url!r} is no directory, so that the embedded log has no place",
                 now="nothing was changed",
                 todo="give the log: --log etcd://host:2379 or sqlite:///path, FTCKPT_LOG",
             )
@@ -150,28 +164,26 @@ def log_url(log: str | None, *, job: str, root: str) -> str:
     return log
 
 
-def open_log(log: str | None, *, job: str, root: str, timeout: float = LOG_TIMEOUT_S) -> CommitLog:
+def open_log(log: str | None, *, job: str, root_url: str, timeout: float = LOG_TIMEOUT_S) -> CommitLog:
     """Open a job's commit log. Nothing is written and no server is called yet.
 
     Args:
         log: URL; None or empty for the embedded log.
         job: name of the training run.
-        root: path or URL of the store, for the default.
+        root_url: path or URL of the store, for the default.
         timeout: deadline of one call, in seconds.
 
     Raises:
         ConfigError: the URL cannot be used.
     """
-    url = log_url(log, job=job, root=root)
+    url = log_url(log, job=job, root_url=root_url)
     scheme = urlsplit(url).scheme
     if scheme == "sqlite":
         from ftckpt.commitlog.sqlite import SqliteLog
 
         return SqliteLog(Path(unquote(url.removeprefix("sqlite://"))), job, timeout=timeout)
     if scheme == "memory":
-        from ftckpt.commitlog.memory import MemoryLog
-
-        return MemoryLog(job)
+        return _memory_log(urlsplit(url).netloc, job)
     from ftckpt.commitlog.etcd import EtcdLog
 
     return EtcdLog(url, job, timeout=timeout)
@@ -267,7 +279,7 @@ def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarn
     d = settings.deadlines
     return AgentConfig(
         job=settings.job, replica=settings.replica, rank=rank, group_world_size=group_world_size, incarnation=incarnation,
-        root=root_url(settings.root), log=log_url(settings.log, job=settings.job, root=settings.root),
+        root=root_as_url(settings.root), log=log_url(settings.log, job=settings.job, root_url=settings.root),
         runtime_dir=settings.runtime_dir, log_dir=settings.log_dir, state_dir=settings.state_dir,
         host=settings.agent_host, port=settings.agent_port + rank if settings.agent_port else 0, advertise=settings.agent_advertise,
         secret=read_secret(settings.secret_file), linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,

@@ -49,7 +49,11 @@ def look(log: CommitLog, store: BlobStore, job: str, memory: Sequence[MemoryCapt
         StoreError: the root cannot be listed.
     """
     seen = view(log, timeout=timeout)
-    return Situation(job=job, log=seen, found=scan(store, job), memory=tuple(memory))
+    found = scan(store, job)
+    last = seen.tail.index if seen.tail is not None else -1
+    if seen.state == "ok" and any(f.log == seen.uuid and f.known_tail > last for f in found):
+        seen = view(log, timeout=timeout)  # the job may have gone on between the two looks
+    return Situation(job=job, log=seen, found=found, memory=tuple(memory))
 
 
 def choose(
@@ -61,6 +65,7 @@ def choose(
     verify_level: Level = "headers",
     memory: Sequence[MemoryCapture] = (),
     adopt: bool = False,
+    findings: dict[str, Fault | None] | None = None,
     progress: Progress | None = None,
     timeout: float | None = None,
 ) -> Choice:
@@ -72,6 +77,7 @@ def choose(
             are read) or "full" (every byte).
         memory: captures that the agents of this replica hold.
         adopt: append finished generations without record first (rule 9); else such a one is chosen as "durable".
+        findings: what is known already of locations, by earlier tries to load them; added to.
         progress: called with file and bytes while verifying.
         timeout: deadline of one call to the log, in seconds.
 
@@ -79,7 +85,7 @@ def choose(
         LogUnreachable, LogRegressed, Damaged, ProgressExists, NothingLoadable, NotFound: nothing is chosen; says why and what
             to do. StoreError: the root cannot be listed.
     """
-    findings: dict[str, Fault | None] = {}
+    findings = {} if findings is None else findings
 
     def probe(location: str, entry: Entry | None) -> Fault | None:
         if location not in findings:
