@@ -1,0 +1,112 @@
+"""Which parties run in which benchmark, and which of their figures are set side by side, with the targets. Values only.
+
+A figure is named ``module.party.key``. Ratios are always ours divided by the other, so that smaller is better and a target is an upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another checkpointer's figure, and the ratio of ours to it that is aimed at (None: for information)."""
+
+    name: str
+    key: str
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of ours beside a limit (the best of several figures, or a fixed number of seconds) and peers."""
+
+    name: str
+    what: str
+    ours: str
+    limit: tuple[str, ...] | float
+    limit_is: str
+    target: float | None
+    peers: tuple[Peer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Parties that take turns, and the rows made of their figures."""
+
+    title: str
+    parties: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+DIRECT = ("limits.write.direct", "limits.write.direct2")
+
+BENCHES = {
+    "save": Bench(
+        "what training waits for, and until a generation is committed (etcd)",
+        (
+            "limits.memcpy", "limits.write", "ours.save", "peers.torch_save", "peers.safetensors_save", "peers.dcp_save", "peers.dcp_async_save",
+        ),
+        (
+            Row("save.wait", "save(): training waits", "ours.save.wait", ("limits.memcpy.copy",), "warm memcpy", 1.2,
+                (Peer("DCP async_save: wait", "peers.dcp_async_save.wait", 0.2),)),
+            Row("save.wait.first", "the first save()", "ours.save.first", ("limits.memcpy.copy",), "warm memcpy", 2.0),
+            Row("save.committed", "save() returned -> committed", "ours.save.committed", DIRECT, "O_DIRECT write+fsync", 1.3,
+                (
+                    Peer("buffered write+fsync", "limits.write.buffered"),
+                    Peer("torch.save+fsync", "peers.torch_save.write", 0.5),
+                    Peer("safetensors+fsync", "peers.safetensors_save.write"),
+                    Peer("DCP save", "peers.dcp_save.write"),
+                    Peer("DCP async_save: written", "peers.dcp_async_save.written"),
+                )),
+        ),
+    ),
+    "train": Bench(
+        "training while the agent persists",
+        ("ours.train_all_cores", "ours.train_spare_core"),
+        (
+            Row("train.meanwhile", "a step while persisting, all cores busy", "ours.train_all_cores.meanwhile", ("ours.train_all_cores.alone",),
+                "a step alone", 1 / 0.9),
+            Row("train.meanwhile.spare", "a step while persisting, one thread", "ours.train_spare_core.meanwhile", ("ours.train_spare_core.alone",),
+                "a step alone", 1 / 0.95),
+            Row("train.persist", "until committed, all cores busy", "ours.train_all_cores.committed", ("ours.train_all_cores.idle",),
+                "until committed, idle", 3.0),
+        ),
+    ),
+    "load": Bench(
+        "resume: verified load into live tensors",
+        ("peers.mmap_load", "ours.load", "peers.torch_load", "peers.dcp_load"),
+        (
+            Row("resume.load", "verified load into live tensors", "ours.load.load", ("peers.mmap_load.load",), "mmap load+copy, unverified", 1.4,
+                (Peer("torch.load", "peers.torch_load.load"), Peer("DCP load", "peers.dcp_load.load", 0.2))),
+        ),
+    ),
+    "heal": Bench(
+        "from another process to applied",
+        ("limits.loopback", "limits.memcpy", "ours.heal", "peers.torchft_http_whole", "peers.torchft_http_chunks"),
+        (
+            Row("heal", "request -> state applied", "ours.heal.heal", tuple(f"limits.loopback.copy{n}" for n in (1, 2, 4)), "best raw loopback copy", 1.3,
+                (
+                    Peer("loopback, 1 connection", "limits.loopback.copy1"),
+                    Peer("loopback, 2 connections", "limits.loopback.copy2"),
+                    Peer("loopback, 4 connections", "limits.loopback.copy4"),
+                    Peer("torchft HTTP, whole", "peers.torchft_http_whole.heal", 0.5),
+                    Peer("torchft HTTP, 4 chunks", "peers.torchft_http_chunks.heal", 0.5),
+                )),
+            Row("heal.survivor", "the survivor's own work", "ours.heal.capture", ("limits.memcpy.copy",), "warm memcpy", 1.3),
+        ),
+    ),
+    "step": Bench(
+        "what a step costs without any save",
+        ("ours.cursor", "ours.cursor_while_persisting"),
+        (
+            Row("step.cursor", "cursor per step, beyond the loader's own state_dict()", "ours.cursor.cursor", 0.001, "1 ms", 1.0),
+            Row("step.cursor.persisting", "the same while a save is persisted", "ours.cursor_while_persisting.cursor", 0.001, "1 ms", 1.0),
+        ),
+    ),
+    "commit": Bench(
+        "one commit in etcd",
+        ("limits.etcd_transaction", "ours.commit"),
+        (Row("commit", "append a record", "ours.commit.append", ("limits.etcd_transaction.txn",), "one raw transaction", 2.0),),
+    ),
+}  # fmt: skip

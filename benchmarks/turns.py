@@ -1,0 +1,89 @@
+"""A party's process as the runner sees it: started once, asked for one round at a time, with a deadline; and its other end.
+
+The parent writes one line per round; the child answers with one JSON object of seconds. Whatever the child prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+TURN_SECONDS = 180.0
+
+Party = Callable[[int, Path], Iterator[dict[str, float]]]
+
+
+class Worker:
+    """One party's process. ``turn`` returns its figures, or nothing once it has failed (the reason went to stderr)."""
+
+    def __init__(self, party: str, *, mb: int, folder: Path) -> None:
+        self.party, self._mb, self._folder = party, mb, folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True)
+        command = [sys.executable, __file__, self.party, str(self._mb), str(self._folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        return self
+
+    def turn(self) -> dict[str, float]:
+        """Have one round done and return its seconds by key."""
+        if self._process is None or self._process.stdin is None or self._process.stdout is None:
+            return {}
+        try:
+            self._process.stdin.write(b"go\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._give_up("has ended")
+        if not select.select([self._process.stdout], [], [], TURN_SECONDS)[0]:
+            return self._give_up(f"did not answer within {TURN_SECONDS:.0f} s")
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else self._give_up("has ended")
+
+    def _give_up(self, why: str) -> dict[str, float]:
+        print(f"bench: {self.party} {why}; its cells stay empty", file=sys.stderr)
+        self.__exit__()
+        return {}
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+            process.stdin.close()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # a session of its own: this party and what it started
+            process.wait(timeout=30)
+
+
+def _serve(party: Party, mb: int, folder: Path) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    rounds = party(mb, folder)
+    try:
+        for _ in sys.stdin:
+            answers.write(json.dumps(next(rounds)) + "\n")
+    finally:
+        rounds.close()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    name, mb, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    module, _, function = name.partition(".")
+    try:
+        _serve(getattr(importlib.import_module(module), function), mb, folder)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
