@@ -1,0 +1,51 @@
+"""ftckpt: fault-tolerant replica checkpointing for elastic PyTorch training.
+
+Public names load on first use, so that what needs no torch does not import it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+_LAZY = {
+    "Checkpointer": "ftckpt.trainer.checkpointer",
+    "ResumeReport": "ftckpt.trainer.resuming",
+    "SaveHandle": "ftckpt.trainer.handle",
+    "Outcome": "ftckpt.trainer.replicas.base",
+    "digest_of": "ftckpt.trainer.digests",
+    "Every": "ftckpt.domain.policy",
+    "AtSteps": "ftckpt.domain.policy",
+    "AtEnd": "ftckpt.domain.policy",
+    "Never": "ftckpt.domain.policy",
+    "Policy": "ftckpt.domain.policy",
+    "FtckptError": "ftckpt.errors",
+}
+
+__all__ = sorted((*_LAZY, "__version__"))  # noqa: PLE0605
+
+if TYPE_CHECKING:
+    from ftckpt.domain.policy import AtEnd as AtEnd
+    from ftckpt.domain.policy import AtSteps as AtSteps
+    from ftckpt.domain.policy import Every as Every
+    from ftckpt.domain.policy import Never as Never
+    from ftckpt.domain.policy import Policy as Policy
+    from ftckpt.errors import FtckptError as FtckptError
+    from ftckpt.trainer.checkpointer import Checkpointer as Checkpointer
+    from ftckpt.trainer.digests import digest_of as digest_of
+    from ftckpt.trainer.handle import SaveHandle as SaveHandle
+    from ftckpt.trainer.replicas.base import Outcome as Outcome
+    from ftckpt.trainer.resuming import ResumeReport as ResumeReport
+
+    __version__: str
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ftckpt")
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'ftckpt' has no attribute {name!r}")

@@ -1,0 +1,489 @@
+"""The one object that a training script uses. It wires the parts of this room together; what they decide is theirs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ftckpt import config
+from ftckpt.config import Settings
+from ftckpt.domain.policy import Moment, Never, Policy
+from ftckpt.domain.sources import AtIndex, AtLocation, AtStep, Fresh, Newest, Request
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.errors import AgentError, ConfigError, Diverged, FtckptError
+from ftckpt.flows import resume_token
+from ftckpt.link.client import AgentClient
+from ftckpt.link.messages import Warned
+from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.handle import SaveHandle
+from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
+from ftckpt.trainer.loaders import Loaders
+from ftckpt.trainer.loading import GenerationLoader, LoadOptions
+from ftckpt.trainer.replicas.base import Callbacks, Outcome, Replica
+from ftckpt.trainer.replicas.solo import SoloReplica
+from ftckpt.trainer.restore import restore
+from ftckpt.trainer.resuming import Resumer, ResumeReport
+from ftckpt.trainer.saving import Saver
+from ftckpt.trainer.session import Session
+from ftckpt.trainer.states import Scope, StateRegistry
+from ftckpt.trainer.tail import TailReader
+from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, read_secret
+
+if TYPE_CHECKING:
+    import torch
+    from torchft.manager import Manager
+
+logger = logging.getLogger("ftckpt")
+LIVE_INTERVAL_S = 0.5
+
+
+class Checkpointer:
+    """Saves, resumes and heals one rank of one replica. Make it with :meth:`open`, use it with ``with``.
+
+    Attributes:
+        settings: what this process was told.
+        group: the ranks of this replica.
+    """
+
+    def __init__(
+        self, settings: Settings, policy: Policy, group: Group, store: BlobStore, log: CommitLog, client: AgentClient, resume_word: str
+    ) -> None:
+        self.settings, self.policy, self.group = settings, policy, group
+        self._store, self._log = store, log
+        self.registry, self._loaders = StateRegistry(), Loaders()
+        self._session = Session(client, self.registry, group, settings)
+        self._tail = TailReader(log, client)
+        self._loader = GenerationLoader(store, log, settings.job, group, self.registry, self._loaders)
+        self._replica: Replica | None = None
+        self._manager: Manager | None = None
+        self._carrier: HealCarrier | None = None
+        self._saver: Saver | None = None
+        self._resume_word = resume_word
+        self._last: Outcome | None = None
+        self._told = 0.0
+        self._resumed = self._closed = False
+
+    # ------------------------------------------------------------------ life
+    @classmethod
+    def open(
+        cls,
+        job: str | None = None,
+        root: str | os.PathLike[str] | None = None,
+        log: str | None = None,
+        *,
+        policy: Policy | None = None,
+        replica: str | None = None,
+        settings_file: str | None = None,
+        **options: Any,
+    ) -> Checkpointer:
+        """Open a job for training: check everything, start (or find) this rank's agent.
+
+        Args:
+            job: name of the training run.
+            root: where generations are stored: a path or URL.
+            log: URL of the commit log; left out: SQLite beside the generations.
+            policy: when to save, e.g. ``Every(steps=500) | AtEnd()``; left out: only when ``save()`` is called.
+            replica: stable name of this replica group; left out: from ``REPLICA_GROUP_ID``.
+            settings_file: TOML file; left out: ``ftckpt.toml`` if there is one.
+            options: any further setting (see ``config.Settings``); explicit ones win over environment and file.
+
+        Raises:
+            ConfigError: settings that are missing, wrong or contradictory, all at once; nothing was written.
+            Mismatch: the ranks of this group were told different things.
+            LogUnreachable: the commit log does not answer.
+            StoreError: the root cannot be written.
+        """
+        settings = config.load({"job": job, "root": root, "log": log, "replica": replica, **options}, file=settings_file)
+        settings.validate(need=("job", "root"))
+        said = config.launch()
+        store = open_store(settings.root, write=True)
+        commit_log = open_log(settings.log, job=settings.job, root=settings.root, timeout=settings.deadlines.log_s)
+        group = Group.from_env(deadline=settings.deadlines.group_s).open()
+        try:
+            same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
+            group.check_equal("settings", same.encode(), what="job, root, log and replica")
+            url = log_url(settings.log, job=settings.job, root=settings.root)
+            claim_root(store, settings.job, log=url, uuid=commit_log.uuid(), new_job=settings.new_job)
+            told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
+            client = AgentClient.open(told, on_warning=_warn)
+        except BaseException:
+            group.close()
+            commit_log.close()
+            store.close()
+            raise
+        return cls(settings, policy or Never(), group, store, commit_log, client, said.resume)
+
+    def close(self) -> None:
+        """End in order: a last save where the policy says so, then wait for what is in flight. May be called twice.
+
+        Raises:
+            FtckptError: a background failure that was not raised yet.
+            DeadlineExceeded: saves are still in flight after ``deadlines.close_s``; the agent goes on with them.
+        """
+        self._end(ending=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self._end(ending=True)
+            return
+        try:
+            self._end(ending=False)
+        except Exception as e:  # the training's own error goes on; this one is told with it
+            error.add_note(f"while closing the checkpointer: {type(e).__name__}: {e}")
+
+    def _end(self, *, ending: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if ending and self._saver is not None and self._last is not None and self._due(ending=True):
+                self._saver.save(self._last, {})
+            if ending and self._session.client.alive:
+                self._session.client.drain(self.settings.deadlines.close_s)
+            self._session.client.raise_pending()
+        finally:
+            if self._replica is not None:
+                self._replica.close()
+            self._session.client.close()
+            self._session.close()
+            self._log.close()
+            self._store.close()
+            self.group.close()
+
+    # ------------------------------------------------------------------ setting up
+    def torchft_manager(
+        self,
+        pg: Any,
+        min_replica_size: int | None = None,
+        *,
+        max_replicas: int | None = None,
+        **options: Any,
+    ) -> Manager:
+        """Build torchft's ``Manager`` for this replica: trajectory, one-state rule, heal through our agents.
+
+        Args:
+            pg: torchft process group across replicas.
+            min_replica_size: fewest replicas that may train.
+            max_replicas: most replicas that ever run at once; ``2 * min_replica_size > max_replicas`` is then checked.
+            options: as for ``replicas.torchft.build`` (``lighthouse_addr``, ``use_async_quorum``, ``allow_split`` ...).
+
+        Raises:
+            ConfigError: contradictory options, all at once; or it was called twice or after ``resume``.
+        """
+        if self._replica is not None:
+            raise ConfigError("torchft_manager() must be called once, before register(), resume() and batches()")
+        from ftckpt.trainer.replicas import torchft as adapter
+
+        carrier = HealCarrier(
+            self._session, secret=self._secret, trajectory=lambda: self.replica.trajectory, peers=self._peers
+        )
+        replica = adapter.build(
+            settings=self.settings,
+            group=self.group,
+            pg=pg,
+            carrier=carrier,
+            callbacks=Callbacks(
+                tail=self._tail.read,
+                known_tail=self._tail.known,
+                load_tail=self._load_tail,
+                on_boundary=carrier.freeze,
+                on_event=lambda kind, text: self._session.client.note(kind, text),
+            ),
+            min_replica_size=min_replica_size,
+            max_replicas=max_replicas,
+            **options,
+        )
+        replica.manager.register_state_dict_fn(STATES, self._load_arrived, lambda: None)
+        self._replica, self._manager, self._carrier = replica, replica.manager, carrier
+        return replica.manager
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer as this job needs it: torchft's wrapper (which decides commits) with torchft, else as it is."""
+        if self._manager is None:
+            return optimizer
+        from torchft.optim import OptimizerWrapper
+
+        return OptimizerWrapper(self._manager, optimizer)
+
+    def average_gradients(self, model: torch.nn.Module) -> None:
+        """Average gradients over the replicas, after ``backward()``; nothing without torchft.
+
+        For a replica group of one rank with a plain model. With FSDP2 or DDP use :meth:`hook` once instead.
+        """
+        if self._manager is not None:
+            from ftckpt.trainer.replicas.hooks import average_gradients
+
+            average_gradients(self._manager, model)
+
+    def hook(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Install the safe allreduce over replicas into an FSDP2 or DDP model; nothing without torchft. Returns the model."""
+        if self._manager is not None:
+            from ftckpt.trainer.replicas.hooks import safe_allreduce_hook
+
+            safe_allreduce_hook(self._manager, model)
+        return model
+
+    def register(self, **states: Any) -> None:
+        """Register what the job's state is made of, by name: models, optimizers, schedulers, scalers, the loader, anything
+        with ``state_dict``/``load_state_dict``, pairs of functions, dicts.
+
+        Raises:
+            ConfigError: a name is taken, or an object cannot be kept.
+        """
+        for name, obj in states.items():
+            self.add(name, obj)
+
+    def add(self, name: str, obj: Any, *, kind: Any = "auto", scope: Scope = "shared", only_trainable: bool = False) -> None:
+        """Register one state with options.
+
+        Args:
+            kind: "auto", "module", "optimizer" or "tree".
+            scope: "shared" (one for all replicas) or "replica" (each rank's own).
+            only_trainable: models: leave out what needs no gradient.
+        """
+        if kind == "auto" and scope == "shared" and _is_loader(obj):
+            self._loaders.add(name, obj)
+        else:
+            self.registry.add(name, obj, kind=kind, scope=scope, only_trainable=only_trainable)
+
+    # ------------------------------------------------------------------ resuming
+    def resume(
+        self,
+        *,
+        step: int | None = None,
+        generation: int | str | None = None,
+        fresh: bool = False,
+        what: Literal["all", "weights"] = "all",
+        exclude: Collection[str] = (),
+        strict: Any = "exact",
+        on_mismatch: Any = "error",
+        data: Literal["strict", "restart"] = "strict",
+    ) -> ResumeReport:
+        """Take the newest completed generation (or what was asked for) into the registered objects, or begin at zero.
+
+        Args:
+            step: exactly this step's generation.
+            generation: exactly this one: index in the log, or directory name.
+            fresh: begin at zero whatever exists.
+            what: "weights" loads models only and begins at step 0 of a new branch.
+            exclude: names of states to leave alone.
+            strict, on_mismatch: as in ``trainer.restore``.
+            data: "restart" begins the loader anew when its position cannot be handed over.
+
+        Raises:
+            ProgressExists, NothingLoadable, NotFound, Damaged, Mismatch, DataError, LogUnreachable: nothing was started; says why.
+        """
+        if sum((step is not None, generation is not None, fresh)) > 1:
+            raise ConfigError("step, generation and fresh exclude one another", todo="give one of them")
+        request, opening = self._request(step, generation, fresh)
+        only = [s.name for s in self.registry if s.kind == "module"] if what == "weights" else None
+        options = LoadOptions(
+            only=only,
+            exclude=exclude,
+            strict=strict,
+            on_mismatch=on_mismatch,
+            with_cursor=what == "all",
+            restart_data=data == "restart",
+        )
+        report = self._resumer().resume(request, options, opening)
+        self._saver = Saver(self._session, self.replica, self._loaders, self._tail)
+        self._saver.base = report.generation if report.generation is not None else -1
+        self._saver.last_step = report.step
+        self._session.prepare(self._session.full)
+        self._loader.restore_rng()
+        self._resumed = True
+        for line in (*report.reasons, *report.passed_over, *report.warnings):
+            logger.info("resume: %s", line)
+        self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
+        self._tell(force=True)
+        return report
+
+    def _request(self, step: int | None, generation: int | str | None, fresh: bool) -> tuple[Request, str]:
+        if step is not None:
+            return AtStep(step), ""
+        if generation is not None:
+            return (AtIndex(generation) if isinstance(generation, int) else AtLocation(generation)), ""
+        if fresh:
+            return Fresh(), ""
+        if not self._resume_word:
+            return Newest(), ""
+        request, token = resume_token.request(self._resume_word, self.settings.job, self._tail.read())
+        return request, token.request if token is not None else ""
+
+    def _resumer(self) -> Resumer:
+        fence = self._manager is None
+        return Resumer(self._store, self._log, self.settings.job, self.group, self._loader, self.replica, fence=fence)
+
+    # ------------------------------------------------------------------ training
+    def batches(self, name: str = "loader", **options: Any) -> Iterator[Any]:
+        """Batches of the registered loader, each draw exactly once in the trajectory: a batch whose step was not committed
+        comes again.
+
+        Args:
+            name: the loader's name.
+            options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...).
+        """
+        self._need_resumed("batches()")
+        return self._loaders.feed(name, self._session, self.replica, after_seek=self._loader.restore_rng, **options)
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> Outcome:
+        """Tell that the optimizer's step is over; saves where the policy says so.
+
+        Args:
+            metrics: numbers to keep with a generation made at this step.
+
+        Returns:
+            What became of the step.
+
+        Raises:
+            FtckptError: a failure in the background (of an earlier save, of the agent).
+            Diverged: this state is not on the log's trajectory: end this process.
+        """
+        self._need_resumed("step()")
+        self._check()
+        outcome = self.replica.outcome()
+        if outcome.committed:
+            self._last = outcome
+            if self._due(ending=False):
+                self._save(metrics or {})
+        self._tell()
+        return outcome
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step that the optimizer has just made counts: step learning-rate schedulers only then."""
+        return self._manager is None or self.replica.committed
+
+    def save(self, wait: bool | float = False, metrics: Mapping[str, float] | None = None) -> SaveHandle:
+        """Save the state of the last committed step now.
+
+        Args:
+            wait: True (up to ``deadlines.close_s``) or seconds: wait until the generation is in the log.
+            metrics: numbers to keep with it.
+
+        Returns:
+            A handle with ``captured``, ``persisted``, ``committed``, ``generation`` and ``location``.
+
+        Raises:
+            ConfigError: nothing was committed since ``resume()``.
+        """
+        self._need_resumed("save()")
+        self._check()
+        if self._last is None:
+            self._last = self._standing()
+        handle = self._save(metrics or {})
+        if wait:
+            handle.wait(self.settings.deadlines.close_s if wait is True else float(wait))
+        return handle
+
+    @property
+    def current_step(self) -> int:
+        """The committed step of the live state."""
+        return self.replica.step
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The identity of the live state."""
+        return self.replica.trajectory
+
+    @property
+    def replica(self) -> Replica:
+        """This replica; without torchft one that stands alone."""
+        if self._replica is None:
+            self._replica = SoloReplica(self.settings.job, self.settings.replica, self.group.incarnation)
+        return self._replica
+
+    # ------------------------------------------------------------------ inside
+    def _save(self, metrics: Mapping[str, float]) -> SaveHandle:
+        if self._saver is None or self._last is None:
+            raise ConfigError("save() needs a resumed job", todo="call resume() first")
+        return self._saver.save(self._last, metrics)
+
+    def _standing(self) -> Outcome:
+        """The live state as if just committed (a save before the first step of this process)."""
+        member = self.replica.member
+        if self._manager is not None:
+            raise ConfigError("nothing was committed since resume()", todo="save after a committed step")
+        return Outcome(committed=True, contributed=True, healed=False, step=self.replica.step, members=(member,), present=(member,), writer=True)
+
+    def _due(self, *, ending: bool) -> bool:
+        saver = self._saver
+        if saver is None or self.replica.blank:
+            return False
+        step = self.replica.step
+        return self.policy.due(Moment(step, step - saver.last_step, ending))
+
+    def _check(self) -> None:
+        client = self._session.client
+        if client.stray is not None:
+            raise Diverged(f"this state is not on the commit log's trajectory: {client.stray}", now="nothing of it was committed", todo="end this process; it heals when started again")
+        client.raise_pending()
+        if client.alive:
+            return
+        lost = client.pending
+        self._session.revive()
+        self._tail.follow(self._session.client)
+        if lost:
+            steps = ", ".join(str(h.step) for h in lost)
+            raise AgentError(f"the agent died with saves of step {steps} in flight", now="a new agent was started; training may go on", todo="catch this and go on, or see the agent's output")
+        logger.warning("the agent died; a new one was started, nothing was in flight")
+
+    def _tell(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if self.group.rank == 0 and (force or now - self._told >= LIVE_INTERVAL_S) and self._session.client.alive:
+            self._told = now
+            state = "joining" if self.replica.blank else "live"
+            self._session.client.live(state, self.replica.trajectory)
+
+    def _load_arrived(self, arrived: Any) -> None:
+        """Main thread, in torchft's heal: a peer's verified bytes into the live objects."""
+        if not isinstance(arrived, Arrived):
+            raise ConfigError("a peer's state arrived without its bytes", todo="run the same ftckpt release on all replicas")
+        try:
+            restore(self.registry, [arrived.image], arrived.leaves, arrived.states)
+        finally:
+            arrived.release()
+        size = arrived.image.table.image_bytes
+        self._loaders.restore(0, None)
+        self._session.client.note("healed", f"{size} bytes from {', '.join(arrived.sources)} in {arrived.seconds:.3f} s", {"bytes": size, "seconds": arrived.seconds})
+
+    def _load_tail(self, index: int) -> None:
+        self._resumer().reload(index)
+
+    def _secret(self) -> bytes:
+        told = read_secret(self.settings.secret_file)
+        return bytes.fromhex(told) if told else self._log.secret(os.urandom(32))
+
+    def _peers(self) -> list[str]:
+        try:
+            lines = self._log.replicas()
+        except FtckptError:
+            return []
+        rank = self.group.rank
+        return [info.agents[rank] for info in lines if info.replica != self.settings.replica and info.state == "live" and len(info.agents) > rank]
+
+    def _need_resumed(self, call: str) -> None:
+        if not self._resumed:
+            raise ConfigError(f"{call} needs a resumed job", todo="call resume() after register()")
+
+
+def _is_loader(obj: Any) -> bool:
+    """Whether something is iterated for batches: torch's and torchdata's loaders, and whatever says so itself."""
+    if getattr(obj, "is_ftckpt_loader", False):
+        return True
+    names = {c.__name__ for c in type(obj).__mro__}
+    return bool(names & {"DataLoader", "StatefulDataLoader"}) and hasattr(obj, "__iter__")
+
+
+def _warn(message: Warned) -> None:
+    logger.warning("%s: %s", message.kind, message.text)
+
+

@@ -1,0 +1,107 @@
+"""What ``save()`` returns: how far a generation has come, and a bounded wait for more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.errors import DeadlineExceeded, LogError, SaveFailed
+from ftckpt.link.client import SaveHandle as LinkHandle
+
+Stage = Literal["persisted", "committed"]
+
+
+class SaveHandle:
+    """One generation on its way.
+
+    Attributes:
+        step: its committed step.
+        trajectory: hash of its state.
+        writer: whether this replica writes it (the others only send their cursors).
+    """
+
+    def __init__(self, step: int, trajectory: str, link: LinkHandle | None, tail: Callable[[], Entry | None]) -> None:
+        self.step, self.trajectory, self.writer = step, trajectory, link is not None
+        self._link, self._tail = link, tail
+        self._entry: Entry | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Always True: ``save`` returns after the capture; SIGKILL of the trainer no longer loses it (I6)."""
+        return True
+
+    @property
+    def persisted(self) -> bool:
+        """Whether this rank's part is durable."""
+        return self.committed or (self._link is not None and self._link.state == "persisted")
+
+    @property
+    def committed(self) -> bool:
+        """Whether the generation is in the commit log."""
+        return self.generation is not None
+
+    @property
+    def generation(self) -> Entry | None:
+        """Its entry in the commit log, once committed."""
+        if self._link is not None:
+            return self._link.entry
+        return self._entry
+
+    @property
+    def location(self) -> str:
+        """Directory name of the generation; for a replica that does not write, known once committed."""
+        if self._link is not None:
+            return self._link.location
+        return self._entry.location if self._entry else ""
+
+    def wait(self, timeout: float, until: Stage = "committed") -> Entry | None:
+        """Wait for more.
+
+        Args:
+            timeout: seconds.
+            until: "persisted" (this rank's part) or "committed".
+
+        Returns:
+            The log entry; None if only "persisted" was asked for, or if a newer generation superseded this one.
+
+        Raises:
+            DeadlineExceeded: not in time; the save goes on.
+            SaveFailed: (or the error of the failure) it came to nothing.
+        """
+        if self._link is not None:
+            self._link.wait(timeout, until)
+            return self._link.entry
+        return self._watch(timeout)
+
+    def _watch(self, timeout: float) -> Entry | None:
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                tail = self._tail()
+            except LogError as e:
+                if time.monotonic() >= end:
+                    raise DeadlineExceeded(f"step {self.step}: the commit log could not be read", now=str(e)) from e
+                tail = None
+            if tail is not None and tail.trajectory == self.trajectory and tail.kind == "generation":
+                self._entry = tail
+                return tail
+            if tail is not None and tail.step > self.step:
+                return None
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(f"step {self.step} was not committed by another replica within {timeout:.1f} s", now="it may still be")
+            time.sleep(0.05)
+
+
+class Skipped(SaveHandle):
+    """A save that was not made because every buffer was busy (``on_busy="skip"``)."""
+
+    @property
+    def captured(self) -> bool:
+        """False: nothing was captured."""
+        return False
+
+    def wait(self, timeout: float, until: Stage = "committed") -> Entry | None:
+        """Raises SaveFailed: there is nothing to wait for."""
+        raise SaveFailed(f"step {self.step} was not saved: every buffer was busy", now="earlier saves go on", todo='use on_busy="wait" or save less often')

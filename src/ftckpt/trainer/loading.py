@@ -1,0 +1,123 @@
+"""Loads one generation into the live objects of this rank; must not decide which one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.opening import opened
+from ftckpt.domain.trajectory import Trajectory, genesis
+from ftckpt.errors import DataError
+from ftckpt.flows.read import OpenGeneration, open_generation
+from ftckpt.format.leaves import decode_leaves
+from ftckpt.format.manifest import Cursor, Manifest
+from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.trainer.cursor import restore_cursor, restore_cursor_rng
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.loaders import Loaders
+from ftckpt.trainer.replicas.base import Replica
+from ftckpt.trainer.restore import RestoreReport, restore
+from ftckpt.trainer.states import StateRegistry
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a generation is loaded, and how strictly (see ``trainer.restore``)."""
+
+    only: Collection[str] | None = None
+    exclude: Collection[str] = ()
+    sources: Mapping[str, Any] | None = None
+    strict: Any = "exact"
+    on_mismatch: Any = "error"
+    with_cursor: bool = True
+    restart_data: bool = False
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """What was loaded: the manifest, a report per state, payload bytes read, seconds, and what the user should know."""
+
+    manifest: Manifest
+    report: RestoreReport
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+class GenerationLoader:
+    """Loads generations of one job on one rank."""
+
+    def __init__(self, store: BlobStore, log: CommitLog, job: str, group: Group, registry: StateRegistry, loaders: Loaders) -> None:
+        self._store, self._log, self._job = store, log, job
+        self._group, self._registry, self._loaders = group, registry, loaders
+        self._rng: bytes | None = None
+
+    def load(self, location: str, entry: Entry | None, replica: Replica, options: LoadOptions) -> Loaded:
+        """Load shared states, then this rank's own cursor.
+
+        Raises:
+            Damaged: bytes do not match; load another one before training on.
+            Mismatch: stored and live state do not fit; nothing was changed.
+            DataError: the cursor was made by another number of ranks.
+        """
+        began = time.monotonic()
+        with open_generation(self._store, self._job, location, entry) as generation:
+            manifest = generation.manifest
+            leaves = decode_leaves(generation.leaves, f"{location}/leaves.json")
+            cursor = generation.cursor(replica.replica, self._group.rank) if options.with_cursor else None
+            self._check_ranks(cursor, generation, replica, options)
+            report = restore(
+                self._registry,
+                generation.images,
+                leaves,
+                manifest.states,
+                only=options.only,
+                exclude=options.exclude,
+                sources=options.sources,
+                strict=options.strict,
+                on_mismatch=options.on_mismatch,
+            )
+        warnings = self._own(cursor, manifest, replica) if options.with_cursor else ()
+        return Loaded(manifest=manifest, report=report, seconds=time.monotonic() - began, warnings=warnings)
+
+    def trajectory(self, manifest: Manifest | None, tail: Entry | None) -> Trajectory:
+        """The trajectory of a state just loaded because the tail says so (``open`` entries between are followed)."""
+        base = manifest.trajectory if manifest is not None else genesis(self._job)
+        if tail is None:
+            return base
+        entries = self._log.entries(after=tail.base if tail.kind == "open" else tail.index - 1)
+        return opened(base, entries, tail)
+
+    def restore_rng(self) -> None:
+        """Set the RNG streams of the cursor loaded last; the last thing of a resume."""
+        if self._rng is not None:
+            restore_cursor_rng(self._rng)
+
+    def forget_rng(self) -> None:
+        """Training has begun: the loaded streams are no longer of use."""
+        self._rng = None
+
+    def _own(self, cursor: Cursor | None, manifest: Manifest, replica: Replica) -> tuple[str, ...]:
+        self._rng = None
+        if cursor is None:
+            self._loaders.restore(0, None)
+            if any(c.replica == replica.replica for c in manifest.cursors):
+                return (f"generation of step {manifest.step} has no cursor of rank {self._group.rank} of replica {replica.replica}",)
+            return ()
+        state = msgspec.json.decode(cursor.state, type=dict[str, msgspec.Raw])
+        own = bytes(state["own"])
+        restore_cursor(own, self._registry, rng=False)
+        self._rng = own
+        self._loaders.restore(cursor.ordinal, bytes(state["loader"]))
+        return ()
+
+    def _check_ranks(self, cursor: Cursor | None, generation: OpenGeneration, replica: Replica, options: LoadOptions) -> None:
+        if cursor is None or options.restart_data or cursor.group_world_size == self._group.world_size:
+            return
+        raise DataError(
+            f"step {generation.manifest.step}: replica {replica.replica} had {cursor.group_world_size} ranks, now it has {self._group.world_size}; "
+            "their data positions cannot be handed over one to one",
+            now="nothing was loaded",
+            todo='run with as many ranks as before, use ElasticSampler, or resume(data="restart") to begin the loader anew',
+        )

@@ -1,0 +1,218 @@
+"""Resume: rank 0 chooses, all ranks of the group load the same generation, and the log is told where that matters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ftckpt import errors
+from ftckpt.domain.ledger import Entry, own_entry
+from ftckpt.domain.names import attempt_id
+from ftckpt.domain.sources import Choice, Fault, Newest, Request
+from ftckpt.domain.trajectory import Trajectory, genesis
+from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, TailMoved
+from ftckpt.flows.select import choose
+from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
+from ftckpt.trainer.replicas.base import Replica
+from ftckpt.trainer.restore import RestoreReport
+
+ROUNDS = 64
+
+
+class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the state comes from, and why.
+
+    Args:
+        source: "generation", "durable", "new" or "fresh".
+        step: committed step that training goes on from.
+        generation: index in the log; None for a start from zero.
+        location: directory name of the generation.
+        reasons: why this one; the first line says it all.
+        passed_over: better candidates that could not be loaded, with part and reason.
+        states: what happened to each registered state.
+        bytes, seconds: what loading took on this rank.
+        warnings: what the user should know.
+    """
+
+    source: str
+    step: int
+    generation: int | None = None
+    location: str = ""
+    reasons: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+    states: RestoreReport | None = None
+    bytes: int = 0
+    seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+class _Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells the others: a choice or an error; and of an opening the entry."""
+
+    choice: Choice | None = None
+    entry: Entry | None = None
+    error: str = ""
+    texts: tuple[str, str, str] = ("", "", "")
+
+
+class Resumer:
+    """One resume of one rank.
+
+    Args:
+        fence: append an ``open`` entry whatever is resumed (without torchft, where no quorum decides who goes on).
+    """
+
+    def __init__(
+        self, store: BlobStore, log: CommitLog, job: str, group: Group, loader: GenerationLoader, replica: Replica, *, fence: bool
+    ) -> None:
+        self._store, self._log, self._job, self._group = store, log, job, group
+        self._loader, self._replica, self._fence = loader, replica, fence
+        self._rounds = 0
+
+    def resume(self, request: Request, options: LoadOptions, opening: str = "") -> ResumeReport:
+        """Load what the recovery ladder says.
+
+        Args:
+            request: what is asked for.
+            options: what of it is loaded.
+            opening: name of the attempt for an ``open`` entry that several replicas may append together; empty: one's own.
+
+        Raises:
+            FtckptError: (its kinds as in ``flows.select``) on all ranks of the group alike.
+        """
+        began = time.monotonic()
+        faults: dict[str, Fault | None] = {}
+        while True:
+            choice = self._choose(request, faults)
+            if not choice.location:
+                return self._begin(choice, opening, began)
+            loaded, fault = self._try(choice, options)
+            if loaded is not None and not fault:
+                return self._settled(choice, loaded, opening, began)
+            if not isinstance(request, Newest):
+                raise Damaged(f"{choice.location} cannot be loaded: {fault}", now="states may be half loaded: do not train", todo="ask for another generation")
+            faults[choice.location] = Fault("payload", fault)
+
+    def reload(self, index: int) -> Loaded:
+        """Load the log entry with this index because a rule says so, in the middle of a job; position included.
+
+        Raises:
+            NothingLoadable: it cannot be loaded; this process must end and be started again.
+        """
+        tail = self._log.entry(index)
+        source = self._log.entry(tail.base) if tail.kind == "open" else tail
+        loaded, fault = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), LoadOptions())
+        if loaded is None or fault:
+            raise NothingLoadable(f"the tail #{index} (step {tail.step}) cannot be loaded: {fault}", todo="start this replica again; it chooses an older one")
+        self._adopt(loaded, self._loader.trajectory(loaded.manifest, tail))
+        return loaded
+
+    # ------------------------------------------------------------------ steps
+    def _choose(self, request: Request, faults: dict[str, Fault | None]) -> Choice:
+        def make() -> _Word:
+            return _Word(choice=choose(self._log, self._store, self._job, request, findings=dict(faults), adopt=True))
+
+        word = self._agree("choice", make)
+        if word.choice is None:
+            raise NothingLoadable("rank 0 chose nothing")
+        return word.choice
+
+    def _try(self, choice: Choice, options: LoadOptions) -> tuple[Loaded | None, str]:
+        """Load on every rank; the fault is the first rank's that could not, and the same on all."""
+        loaded, fault = None, ""
+        try:
+            loaded = self._loader.load(choice.location, choice.entry, self._replica, options)
+        except Damaged as e:
+            fault = e.what
+        self._rounds += 1
+        key = f"loaded/{self._rounds}"
+        self._group.publish(key, fault.encode())
+        said = [f.decode() for f in self._group.collect(key)]
+        return loaded, next((f for f in said if f), "")
+
+    def _settled(self, choice: Choice, loaded: Loaded, opening: str, began: float) -> ResumeReport:
+        base = choice.entry.index if choice.entry is not None else -1
+        if choice.opens:
+            trajectory = self._open(loaded.manifest.trajectory, base, choice.tail, opening)
+        else:
+            trajectory = self._loader.trajectory(loaded.manifest, choice.tail)
+            if self._fence:
+                trajectory = self._open(trajectory, base, choice.tail, opening)
+        self._adopt(loaded, trajectory)
+        return ResumeReport(
+            source=choice.source,
+            step=choice.step,
+            generation=base if base >= 0 else None,
+            location=choice.location,
+            reasons=choice.reasons,
+            passed_over=tuple(str(r) for r in choice.rejected),
+            states=loaded.report,
+            bytes=loaded.report.bytes,
+            seconds=time.monotonic() - began,
+            warnings=loaded.warnings,
+        )
+
+    def _begin(self, choice: Choice, opening: str, began: float) -> ResumeReport:
+        trajectory = genesis(self._job) if choice.opens else self._loader.trajectory(None, choice.tail)
+        if choice.opens or self._fence:
+            trajectory = self._open(trajectory, -1, choice.tail, opening)
+        self._replica.adopt(trajectory, {}, 0, 0)
+        return ResumeReport(source=choice.source, step=0, reasons=choice.reasons, seconds=time.monotonic() - began)
+
+    def _adopt(self, loaded: Loaded, trajectory: Trajectory) -> None:
+        m = loaded.manifest
+        self._replica.adopt(trajectory, {int(k): v for k, v in m.counts.items()}, m.samples, m.batches_committed)
+
+    def _open(self, base: Trajectory, index: int, tail: Entry | None, opening: str) -> Trajectory:
+        """Append an ``open`` entry; another replica's with the same attempt is as good."""
+        attempt = opening or attempt_id(base.h, self._group.incarnation, 0)
+        after = base.open(attempt)
+
+        def make() -> _Word:
+            entry = Entry(
+                index=-1,
+                kind="open",
+                log="",
+                step=base.step,
+                trajectory=after.h,
+                prev=-1,
+                base=index,
+                attempt=attempt,
+                writer=self._replica.replica,
+                time=time.time(),
+            )
+            last = tail.index if tail is not None else -1
+            try:
+                return _Word(entry=self._log.append(entry, expect_tail=last))
+            except (TailMoved, LogAmbiguous) as e:
+                own = own_entry(self._log.entries(after=last), attempt)
+                if own is None:
+                    raise TailMoved(
+                        f"the log moved on from #{last} while this job was starting",
+                        now="nothing was appended; another start of the job is at work",
+                        todo="see ftckpt status; start again if no other is running",
+                    ) from e
+                return _Word(entry=own)
+
+        self._agree("open", make)
+        return after
+
+    def _agree(self, key: str, make: Callable[[], _Word]) -> _Word:
+        """Rank 0 acts, all ranks get its word; its error is raised on all."""
+        self._rounds += 1
+        word = _Word()
+        if self._group.rank == 0:
+            try:
+                word = make()
+            except FtckptError as e:
+                word = _Word(error=type(e).__name__, texts=(e.what, e.now, e.todo))
+        data = self._group.agree(f"{key}/{self._rounds}", msgspec.msgpack.encode(word))
+        word = msgspec.msgpack.decode(data, type=_Word)
+        if word.error:
+            kind: type[FtckptError] = getattr(errors, word.error, FtckptError)
+            raise kind(word.texts[0], now=word.texts[1], todo=word.texts[2])
+        return word

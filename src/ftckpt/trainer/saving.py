@@ -1,0 +1,119 @@
+"""Makes one save: capture into a slot, hand it to the agent, return. No file, no network, no collective on this path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.names import attempt_id
+from ftckpt.errors import DeadlineExceeded
+from ftckpt.format.manifest import Cursor, encode
+from ftckpt.trainer.tail import TailReader
+from ftckpt.trainer.cursor import capture_cursor
+from ftckpt.trainer.handle import SaveHandle, Skipped
+from ftckpt.trainer.loaders import Loaders
+from ftckpt.trainer.replicas.base import Outcome, Replica
+from ftckpt.trainer.session import Session
+
+
+class Saver:
+    """Saves the state of a committed step; one per rank.
+
+    Args:
+        base: index in the log of the generation that this state descends from, -1 for none; set by resuming.
+    """
+
+    def __init__(self, session: Session, replica: Replica, loaders: Loaders, tail: TailReader) -> None:
+        self._session, self._replica, self._loaders, self._tail = session, replica, loaders, tail
+        self._ordinal = 0
+        self.base = -1
+        self.last_step = -1
+
+    def save(self, outcome: Outcome, metrics: Mapping[str, float]) -> SaveHandle:
+        """Capture and hand over.
+
+        Args:
+            outcome: of the committed step whose state is live now.
+            metrics: numbers to keep with the generation.
+
+        Raises:
+            Unstorable: a value cannot be stored; names its key. Nothing was written.
+            DeadlineExceeded: no buffer became free in time (``on_busy="wait"``).
+            AgentError: the agent has gone.
+        """
+        trajectory = self._replica.trajectory
+        self._ordinal += 1
+        self.last_step = trajectory.step
+        cursor = self.cursor()
+        if not outcome.writer:
+            self._session.client.cursor_at(trajectory.step, trajectory.h, cursor)
+            return SaveHandle(trajectory.step, trajectory.h, None, self._tail.read)
+        session = self._session
+        plan = session.prepare(session.full)
+        slot = session.slot(0.0)
+        if slot is None:
+            settings = session.settings
+            if settings.on_busy == "skip":
+                session.client.note("skipped", f"step {trajectory.step} was not saved: every buffer was busy")
+                return Skipped(trajectory.step, trajectory.h, None, self._tail.read)
+            slot = session.slot(settings.deadlines.slot_s)
+            if slot is None:
+                raise DeadlineExceeded(
+                    f"step {trajectory.step}: no buffer became free within {settings.deadlines.slot_s:.0f} s",
+                    now="earlier saves go on; this step was not saved",
+                    todo='raise deadlines.slot_s, save less often, or use on_busy="skip"',
+                )
+        try:
+            frozen = session.full.freeze()
+            session.full.fill(plan, frozen, session.memory(slot, plan.table.image_bytes))
+        except BaseException:
+            session.client.release_slot(slot)
+            raise
+        known = session.client.tail
+        link = session.client.save(
+            slot=slot,
+            layout=session.layout(session.full, plan),
+            attempt=attempt_id(trajectory.h, self._replica.incarnation, self._ordinal),
+            trajectory=trajectory,
+            leaves=frozen.leaves,
+            cursor=cursor,
+            expected=tuple(outcome.members) or (self._replica.member,),
+            counts={str(k): v for k, v in self._replica.counts.items()},
+            samples=self._replica.samples,
+            batches_committed=self._replica.batches_committed,
+            known_tail=known.index if known else -1,
+            base=_base(known, self.base),
+            metrics=dict(metrics),
+        )
+        frozen.release()
+        return SaveHandle(trajectory.step, trajectory.h, link, self._tail.read)
+
+    def cursor(self) -> bytes:
+        """This rank's cursor at the live step, as a ``Cursor`` document."""
+        replica, config = self._replica, self._session.client.config
+        count = replica.counts.get(replica.member, 0)
+        ordinal, loader = self._loaders.position(count)
+        own = capture_cursor(self._session.registry, None)
+        state = b'{"loader":' + (loader or b"null") + b',"own":' + own + b"}"
+        return encode(
+            Cursor(
+                replica=replica.replica,
+                member=replica.member,
+                rank=config.rank,
+                group_world_size=config.group_world_size,
+                step=replica.trajectory.step,
+                trajectory=replica.trajectory.h,
+                count=count,
+                ordinal=ordinal,
+                state=msgspec.Raw(state),
+            )
+        )
+
+
+def _base(tail: Entry | None, base: int) -> int:
+    """The generation that a state descends from: the known tail where it is one, else what was resumed from."""
+    if tail is not None and tail.kind == "generation":
+        return tail.index
+    return tail.base if tail is not None and tail.kind == "open" else base

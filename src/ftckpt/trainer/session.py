@@ -1,0 +1,97 @@
+"""This rank's agent, arena and layouts as one thing: room for an image, and who holds it. Must not decide what is saved."""
+
+from __future__ import annotations
+
+from ftckpt.config import Settings
+from ftckpt.errors import DeadlineExceeded
+from ftckpt.format.table import page_up
+from ftckpt.link.arena import Arena
+from ftckpt.link.client import AgentClient
+from ftckpt.trainer.capture import Capturer, Plan
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.states import StateRegistry
+
+_COPIES = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Rprop": 2, "Muon": 1, "Adafactor": 1}  # of the parameters, once there is state
+
+
+class Session:
+    """Captured bytes on their way to the agent.
+
+    ``full`` plans what this rank writes of a generation; ``local`` everything that it holds, which is what its
+    counterpart in another replica needs to heal. With one rank per group they are the same.
+    """
+
+    def __init__(self, client: AgentClient, registry: StateRegistry, group: Group, settings: Settings) -> None:
+        self.client, self.registry, self.settings = client, registry, settings
+        self.full = Capturer(registry, group)
+        self.local = self.full if group.world_size == 1 else Capturer(registry, Group())
+        self._layouts: dict[tuple[int, int], int] = {}
+        self._arenas: list[Arena] = []
+
+    def prepare(self, capturer: Capturer) -> Plan:
+        """The plan for the states as they are now, with an arena that it fits in. Main thread.
+
+        Raises:
+            Unstorable: names the key; nothing was written.
+            ConfigError: the buffers do not fit into the memory that is left.
+        """
+        plan = capturer.prepare()
+        need = page_up(max(plan.table.image_bytes, 1))
+        if self.client.arena is None or self.client.arena.slot_bytes < need:
+            self._grow(need)
+        self.layout(capturer, plan)
+        return plan
+
+    def layout(self, capturer: Capturer, plan: Plan) -> int:
+        """The agent's number for a plan's layout; told to it once."""
+        key = (id(capturer), plan.layout_id)
+        if key not in self._layouts:
+            self._layouts[key] = self.client.layout(plan.table, plan.states)
+        return self._layouts[key]
+
+    def slot(self, timeout: float) -> int | None:
+        """A free slot of the arena, or None if none became free within ``timeout`` seconds."""
+        return self.client.acquire_slot(timeout)
+
+    def memory(self, slot: int, size: int) -> memoryview:
+        """The first ``size`` bytes of a slot.
+
+        Raises:
+            DeadlineExceeded: there is no arena yet.
+        """
+        if self.client.arena is None:
+            raise DeadlineExceeded("no arena is attached", todo="call prepare first")
+        return self.client.arena.slot(slot)[:size]
+
+    def revive(self) -> None:
+        """Go on with a new agent after the old one's death."""
+        self.client = self.client.reopen()
+        self._layouts.clear()
+
+    def close(self) -> None:
+        """Drop cached views and the memory."""
+        for capturer in {id(c): c for c in (self.full, self.local)}.values():
+            capturer.release()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+
+    def _grow(self, need: int) -> None:
+        for capturer in (self.full, self.local):
+            capturer.release()
+        arena = Arena.create(self.settings.slots, page_up(need * (1 + self._copies_to_come()) + (need >> 4)))
+        self.client.attach(arena)
+        arena.prefault()
+        self._arenas.append(arena)
+
+    def _copies_to_come(self) -> int:
+        """Copies of the parameters that optimizers without state will soon hold, so that the arena need not grow after a step."""
+        copies = 0
+        for state in self.registry:
+            for part in state.parts if state.kind == "optimizer" else ():
+                if part.state or not part.param_groups:
+                    continue
+                group = part.param_groups[0]
+                own = _COPIES.get(type(part).__name__, 2) + (1 if group.get("amsgrad") else 0)
+                copies = max(copies, 0 if type(part).__name__ == "SGD" and not group.get("momentum") else own)
+        return copies
