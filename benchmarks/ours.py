@@ -1,0 +1,193 @@
+"""ftckpt itself, by its public API, on the same state as the others: saving, training meanwhile, resuming, the data position, a commit."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftckpt import Checkpointer, Never
+from services import etcd
+from state import build
+
+PATIENCE = 120.0
+SETTLE = 2.0  # seconds between resume and the first save, as in any real job: the arena is prefaulted meanwhile
+
+
+def _opened(folder: Path, job: str, **options: Any) -> Checkpointer:
+    (folder / "root").mkdir(exist_ok=True)
+    return Checkpointer.open(job=job, root=folder / "root", policy=Never(), runtime_dir=str(folder / "run"), **options)
+
+
+@contextmanager
+def _training(mb: int, folder: Path) -> Iterator[Checkpointer]:
+    """A resumed job with the usual state, its log on a real etcd."""
+    model, optimizer = build(mb)
+    with etcd(folder) as (host, port), _opened(folder, "bench", log=f"etcd://{host}:{port}") as ckpt:
+        ckpt.register(model=model, optimizer=optimizer)
+        ckpt.resume()
+        time.sleep(SETTLE)
+        yield ckpt
+
+
+def save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """What ``save`` makes training wait for, and from its return until the generation is in the log."""
+    with _training(mb, folder) as ckpt:
+        name = "first"
+        while True:
+            ckpt.step()
+            begun = time.perf_counter()
+            handle = ckpt.save()
+            returned = time.perf_counter()
+            handle.wait(PATIENCE)
+            yield {name: returned - begun, "committed": time.perf_counter() - returned}
+            name = "wait"
+
+
+def _train(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Steps of a few milliseconds of matrix products: alone, and from the return of a save until its commit."""
+    a = torch.randn(384, 384)
+
+    def steps_until(done: Any) -> tuple[int, float]:
+        begun, count = time.perf_counter(), 0
+        while not done():
+            for _ in range(4):
+                torch.mm(a, a)
+            count += 1
+        return count, time.perf_counter() - begun
+
+    with _training(mb, folder) as ckpt:
+        while True:
+            end = time.perf_counter() + 1.0
+            alone, alone_s = steps_until(lambda: time.perf_counter() >= end)  # noqa: B023  # used up within the turn
+            ckpt.step()
+            handle = ckpt.save()
+            begun = time.perf_counter()
+            handle.wait(PATIENCE)
+            idle = time.perf_counter() - begun
+            ckpt.step()
+            handle = ckpt.save()
+            meanwhile, meanwhile_s = steps_until(lambda: handle.committed)  # noqa: B023
+            yield {"alone": alone_s / alone, "meanwhile": meanwhile_s / max(meanwhile, 1), "committed": meanwhile_s, "idle": idle}
+
+
+def train_all_cores(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Training with as many threads as torch takes."""
+    yield from _train(mb, folder)
+
+
+def train_spare_core(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Training with one thread."""
+    torch.set_num_threads(1)
+    yield from _train(mb, folder)
+
+
+def load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """``resume`` of a committed generation into live objects; log on SQLite; by the report's own seconds and by the clock."""
+    model, optimizer = build(mb)
+    with _opened(folder, "bench") as ckpt:
+        ckpt.register(model=model, optimizer=optimizer)
+        ckpt.resume()
+        ckpt.step()
+        ckpt.save(wait=PATIENCE)
+    while True:
+        model, optimizer = build(mb, seed=1)
+        with _opened(folder, "bench") as ckpt:
+            ckpt.register(model=model, optimizer=optimizer)
+            begun = time.perf_counter()
+            report = ckpt.resume()
+            taken = time.perf_counter() - begun
+        if report.step != 1:
+            raise RuntimeError(f"nothing was resumed: {report.reasons}")
+        yield {"load": taken}
+
+
+class _Counting:
+    """A loader with a position, as cheap as one can be: what is measured is what ftckpt adds."""
+
+    is_ftckpt_loader = True
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+STEPS = 200
+
+
+def _cursor(mb: int, folder: Path, *, persisting: bool) -> Iterator[dict[str, float]]:
+    model, optimizer = build(mb)
+    with _opened(folder, "bench") as ckpt:
+        ckpt.register(model=model, optimizer=optimizer, loader=_Counting())
+        ckpt.resume()
+        time.sleep(SETTLE)
+        batches = iter(ckpt.batches("loader"))
+        while True:
+            plain, samples, handle = _Counting(), [], None
+            own = iter(plain)
+            begun = time.perf_counter()
+            for _ in range(STEPS):
+                next(own)
+                plain.state_dict()
+            bare = (time.perf_counter() - begun) / STEPS
+            for _ in range(STEPS):
+                if persisting and (handle is None or handle.committed):
+                    next(batches)
+                    ckpt.step()
+                    handle = ckpt.save()
+                begun = time.perf_counter()
+                next(batches)
+                ckpt.step()
+                samples.append(time.perf_counter() - begun)
+                time.sleep(0.001)  # the step itself
+            yield {"cursor": statistics.median(samples) - bare}
+
+
+def cursor(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """What a step costs for the data position, nothing else going on."""
+    yield from _cursor(mb, folder, persisting=False)
+
+
+def cursor_while_persisting(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """The same with full saves being persisted all the time."""
+    yield from _cursor(mb, folder, persisting=True)
+
+
+def commit(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """One append with its compare, through the adapter, on a real etcd."""
+    from ftckpt.domain.ledger import Entry
+    from ftckpt.wiring import open_log
+
+    with etcd(folder) as (host, port):
+        log = open_log(f"etcd://{host}:{port}", job="bench", root=str(folder))
+        number = 0
+        try:
+            while True:
+                samples = []
+                for _ in range(20):
+                    entry = Entry(
+                        index=-1, kind="generation", log="", step=number + 1, trajectory=f"{number:064x}", prev=-1, base=-1,
+                        attempt=f"{number:08x}", writer="bench", location=f"s{number + 1:09d}-00000000-{number:08x}", manifest="0" * 64,
+                    )  # fmt: skip
+                    begun = time.perf_counter()
+                    log.append(entry, expect_tail=number - 1)
+                    samples.append(time.perf_counter() - begun)
+                    number += 1
+                yield {"append": statistics.median(samples)}
+        finally:
+            log.close()

@@ -83,9 +83,9 @@ BENCHES = {
     ),
     "heal": Bench(
         "from another process to applied",
-        ("limits.loopback", "limits.memcpy", "ours.heal", "peers.torchft_http_whole", "peers.torchft_http_chunks"),
+        ("limits.loopback", "limits.memcpy", "ours_heal.heal", "peers.torchft_http_whole", "peers.torchft_http_chunks"),
         (
-            Row("heal", "request -> state applied", "ours.heal.heal", tuple(f"limits.loopback.copy{n}" for n in (1, 2, 4)), "best raw loopback copy", 1.3,
+            Row("heal", "request -> state applied", "ours_heal.heal.heal", tuple(f"limits.loopback.copy{n}" for n in (1, 2, 4)), "best raw loopback copy", 1.3,
                 (
                     Peer("loopback, 1 connection", "limits.loopback.copy1"),
                     Peer("loopback, 2 connections", "limits.loopback.copy2"),
@@ -93,7 +93,9 @@ BENCHES = {
                     Peer("torchft HTTP, whole", "peers.torchft_http_whole.heal", 0.5),
                     Peer("torchft HTTP, 4 chunks", "peers.torchft_http_chunks.heal", 0.5),
                 )),
-            Row("heal.survivor", "the survivor's own work", "ours.heal.capture", ("limits.memcpy.copy",), "warm memcpy", 1.3),
+            Row("heal.whole", "with the survivor's capture before it", "ours_heal.heal.both", ("peers.torchft_http_whole.heal", "peers.torchft_http_chunks.heal"),
+                "torchft HTTP, the better", None),
+            Row("heal.survivor", "the survivor's own work", "ours_heal.heal.capture", ("limits.memcpy.copy",), "warm memcpy", 1.3),
         ),
     ),
     "step": Bench(

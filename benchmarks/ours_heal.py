@@ -1,0 +1,85 @@
+"""ftckpt's heal between two processes with an agent each, by what torchft's transport calls; the bytes are the same as the others'."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from ftckpt import Checkpointer, Never
+from ftckpt.domain.trajectory import genesis
+from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
+from ftckpt.trainer.restore import restore
+from state import build
+
+PATIENCE = 120.0
+SECRET = b"of this benchmark alone, 32 bytes"
+
+
+def _member(mb: int, folder: Path, replica: str, seed: int) -> tuple[Checkpointer, HealCarrier]:
+    (folder / "root").mkdir(parents=True, exist_ok=True)
+    (folder / "secret").write_bytes(SECRET)
+    ckpt = Checkpointer.open(
+        job="bench",
+        root=folder / "root",
+        policy=Never(),
+        replica=replica,
+        runtime_dir=str(folder / "run"),
+        secret_file=str(folder / "secret"),
+    )
+    model, optimizer = build(mb, seed)
+    ckpt.register(model=model, optimizer=optimizer)
+    session = ckpt._session  # the carrier is torchft's; here nobody votes, so that only the transfer is measured
+    session.prepare(session.full)
+    carrier = HealCarrier(session, secret=ckpt._secret, trajectory=lambda: genesis("bench"), peers=list)
+    return ckpt, carrier
+
+
+def _source(pipe: Connection, mb: int, folder: Path) -> None:
+    ckpt, carrier = _member(mb, folder, "source", 0)
+    with ckpt:
+        time.sleep(2)
+        carrier.freeze()
+        pipe.send(carrier.metadata())
+        for step in iter(pipe.recv, None):
+            carrier.freeze()
+            begun = time.perf_counter()
+            carrier.publish(step, {"user": {STATES: None}, "torchft": {"step": step, "batches_committed": step}}, PATIENCE)
+            pipe.send(time.perf_counter() - begun)
+            pipe.recv()
+            carrier.retire()
+            pipe.send("retired")
+
+
+def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """From the request to verified bytes in live tensors; the source's capture; and both together."""
+    spawn = multiprocessing.get_context("spawn")
+    pipe, theirs = spawn.Pipe()
+    source = spawn.Process(target=_source, args=(theirs, mb, folder), daemon=True)
+    source.start()
+    if not pipe.poll(PATIENCE):
+        raise TimeoutError("the source did not start")
+    metadata = pipe.recv()
+    ckpt, carrier = _member(mb, folder, "joiner", 1)
+    with ckpt:
+        step = 0
+        try:
+            while True:
+                step += 1
+                pipe.send(step)
+                capture = pipe.recv()
+                begun = time.perf_counter()
+                arrived = carrier.fetch(metadata, step, PATIENCE)["user"][STATES]
+                if not isinstance(arrived, Arrived):
+                    raise TypeError("no state arrived")
+                restore(ckpt.registry, [arrived.image], arrived.leaves, arrived.states)
+                taken = time.perf_counter() - begun
+                arrived.release()
+                pipe.send("applied")
+                pipe.recv()
+                yield {"heal": taken, "capture": capture, "both": taken + capture}
+        finally:
+            pipe.send(None)
+            source.join(timeout=30)
