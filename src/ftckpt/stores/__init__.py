@@ -1,1 +1,1 @@
-"""..."""
+"""Where bytes rest: implementations of ``ports.BlobStore``. They know paths and bytes, never generations."""

@@ -1,0 +1,196 @@
+"""Verified reading of an image: no byte is handed out before its block matched its digest (I9).
+
+It knows blocks and ranges; what the bytes mean, and which other source to try, is for its callers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from ftckpt.errors import Damaged
+from ftckpt.format.digest import digest
+from ftckpt.format.table import TensorTable
+from ftckpt.ports import BlobReader
+
+AHEAD_BYTES = 32 << 20  # asked for from the disk before it is needed, where memory is a mapped file
+WINDOW_BYTES = 8 << 20  # read at a time from a store that cannot map
+_PATIENCE_S = 30.0  # then a block that another thread is checking is checked here too
+
+_UNSEEN, _CHECKING, _GOOD = 0, 1, 2
+
+
+class Image:
+    """The tensors' bytes of one shard, snapshot or arena slot, checked block by block as they are used.
+
+    Thread-safe. In mapped or plain memory each block is hashed once per Image; from a store without ``view`` each block
+    that was read is hashed, and a few of them are kept for neighbouring ranges.
+
+    Args:
+        source: an open reader, or memory that holds the image.
+        table: its table, with digests.
+        offset: byte offset of the image in the source (a shard's header size; 0 for an arena slot).
+        where: file or peer, for messages.
+
+    Raises:
+        Damaged: the table has no digests, or the source is too short.
+    """
+
+    def __init__(self, source: BlobReader | memoryview, table: TensorTable, offset: int = 0, where: str = "image") -> None:
+        self.table = table
+        self.where = where
+        self._offset = offset
+        self._reader = None if isinstance(source, memoryview) else source
+        memory = source if isinstance(source, memoryview) else source.view()
+        size = source.nbytes if isinstance(source, memoryview) else source.size
+        if size < offset + table.image_bytes:
+            raise Damaged(f"{where} has {size} bytes; expected {offset + table.image_bytes}, found {size}")
+        if len(table.digests) != table.blocks:
+            raise Damaged(f"{where} has {len(table.digests)} digests for {table.blocks} blocks", now="its bytes cannot be verified")
+        self._memory = None if memory is None else memory.cast("B")[offset : offset + table.image_bytes].toreadonly()
+        self._mapped = memory.obj if self._reader is not None and memory is not None and isinstance(memory.obj, mmap.mmap) else None
+        self._advised = 0
+        self._marks = bytearray(table.blocks)
+        self._changed = threading.Condition()
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
+
+    def names(self) -> tuple[str, ...]:
+        """Stored names in image order, then aliases."""
+        return (*(entry.name for entry in self.table.tensors), *self.table.aliases)
+
+    def pieces(self, begin: int, end: int) -> Iterator[memoryview]:
+        """A byte range in pieces of at most one block, each checked just before it is handed out (and so still in cache).
+
+        Raises:
+            Damaged: a block does not match, naming file, block, expected and found digest; pieces before it were good.
+        """
+        self._check_range(begin, end)
+        size = self.table.block_bytes
+        while begin < end:
+            block = begin // size
+            start = block * size
+            stop = min(end, start + size)
+            if self._memory is not None:
+                self._ensure(block)
+                yield self._memory[begin:stop]
+            else:
+                yield self._fetch(block, (end - 1) // size)[begin - start : stop - start]
+            begin = stop
+
+    def range(self, begin: int, end: int) -> memoryview:
+        """A byte range as one piece of memory, all its blocks checked; without a copy where the source is memory.
+
+        Raises:
+            Damaged: a block does not match.
+        """
+        if self._memory is not None:
+            self._check_range(begin, end)
+            for block in range(begin // self.table.block_bytes, -(-end // self.table.block_bytes) if end > begin else 0):
+                self._ensure(block)
+            return self._memory[begin:end]
+        whole = bytearray(end - begin)
+        at = 0
+        for piece in self.pieces(begin, end):
+            whole[at : at + len(piece)] = piece
+            at += len(piece)
+        return memoryview(whole)
+
+    def verify(self, progress: Callable[[int], None] | None = None, threads: int = 1) -> None:
+        """Check every block that was not checked yet.
+
+        Args:
+            progress: called with the number of bytes just checked, from the checking threads.
+            threads: how many threads share the work.
+
+        Raises:
+            Damaged: a block does not match.
+        """
+
+        def one(block: int) -> None:
+            if self._memory is not None:
+                self._ensure(block)
+            else:
+                self._fetch(block, block)
+            if progress is not None:
+                progress(self._length(block))
+
+        if threads <= 1:
+            for block in range(self.table.blocks):
+                one(block)
+            return
+        with ThreadPoolExecutor(threads, "ftckpt-verify") as pool:
+            for _ in pool.map(one, range(self.table.blocks)):
+                pass
+
+    def _check_range(self, begin: int, end: int) -> None:
+        if not 0 <= begin <= end <= self.table.image_bytes:
+            raise Damaged(f"{self.where}: bytes {begin} to {end} are outside the image of {self.table.image_bytes} bytes")
+
+    def _length(self, block: int) -> int:
+        return min(self.table.block_bytes, self.table.image_bytes - block * self.table.block_bytes)
+
+    def _ensure(self, block: int) -> None:
+        """Check one block of memory, once among all threads."""
+        if self._memory is None or self._marks[block] == _GOOD:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._marks[block] != _CHECKING, _PATIENCE_S)
+            if self._marks[block] == _GOOD:
+                return
+            self._marks[block] = _CHECKING
+        start = block * self.table.block_bytes
+        mark = _UNSEEN
+        try:
+            self._advise(start)
+            self._compare(block, self._memory[start : start + self._length(block)])
+            mark = _GOOD
+        finally:
+            with self._changed:
+                self._marks[block] = mark
+                self._changed.notify_all()
+
+    def _compare(self, block: int, data: memoryview) -> None:
+        found, expected = digest(data), self.table.digests[block]
+        if found != expected:
+            start = self._offset + block * self.table.block_bytes
+            raise Damaged(
+                f"{self.where}: block {block} (bytes {start} to {start + len(data)}) is damaged: expected xxh3-128 {expected}, found {found}",
+                now="its bytes were not used",
+                todo="take another source or generation",
+            )
+
+    def _advise(self, start: int) -> None:
+        """Ask for the next stretch of a mapped file ahead of its use."""
+        if self._mapped is None or start + AHEAD_BYTES // 2 < self._advised:
+            return
+        begin = (self._offset + max(start, self._advised)) // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = min(self._offset + self.table.image_bytes, begin + AHEAD_BYTES)
+        if begin < stop:
+            self._mapped.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
+            self._advised = stop - self._offset
+
+    def _fetch(self, block: int, last: int) -> memoryview:
+        """One block from a store that cannot map; reads ahead up to a window, at most to block ``last``."""
+        with self._changed:
+            if block in self._kept:
+                self._kept.move_to_end(block)
+                return self._kept[block]
+        if self._reader is None:
+            raise Damaged(f"{self.where} has neither memory nor a reader")
+        size = self.table.block_bytes
+        stop = min(last + 1, block + max(1, WINDOW_BYTES // size))
+        buffer = memoryview(bytearray(min(stop * size, self.table.image_bytes) - block * size))
+        self._reader.read_into(self._offset + block * size, buffer)
+        found: dict[int, memoryview] = {}
+        for index in range(block, stop):
+            data = buffer[(index - block) * size : (index - block) * size + self._length(index)].toreadonly()
+            self._compare(index, data)
+            found[index] = data
+        with self._changed:
+            self._kept.update(found)
+            while len(self._kept) > max(2, 2 * WINDOW_BYTES // size):
+                self._kept.popitem(last=False)
+        return found[block]

@@ -1,0 +1,102 @@
+"""Laying tensors out in one image, and checking a table that comes from elsewhere. Values only, no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ftckpt.errors import Damaged, Unstorable
+from ftckpt.format.digest import DIGEST_HEX
+from ftckpt.format.dtypes import item_bytes, known_dtype
+from ftckpt.format.table import Chunk, TensorEntry, TensorTable, block_bytes_for, elements
+
+Spec = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # name, dtype, global shape, offsets, sizes
+RESERVED_NAME = "__metadata__"  # safetensors' own
+
+
+def plan_image(specs: Iterable[Spec], aliases: Mapping[str, str] | None = None) -> TensorTable:
+    """Lay boxes of tensors out in one image without holes.
+
+    Boxes are ordered by descending item size (so that every view is aligned), otherwise as given; boxes of one name
+    stay together. Zero-size boxes have ``begin == end``.
+
+    Args:
+        specs: one (name, dtype, global shape, offsets, sizes) per box, dtype by torch's name.
+        aliases: further names of stored tensors: alias -> stored name.
+
+    Raises:
+        Unstorable: a dtype that cannot be stored, a box outside its tensor, a name that JSON or safetensors cannot hold, or
+            one that is used twice.
+    """
+    grouped: dict[str, tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = {}
+    for name, dtype, shape, offsets, sizes in specs:
+        if name == RESERVED_NAME or not _is_unicode(name):
+            raise Unstorable(f"tensor name {name!r} cannot be stored", now="nothing was written", todo="rename it")
+        item_bytes(dtype, name)
+        known = grouped.setdefault(name, (dtype, tuple(shape), []))
+        if known[:2] != (dtype, tuple(shape)):
+            raise Unstorable(f"{name} is given with {known[0]} {known[1]} and with {dtype} {tuple(shape)}", now="nothing was written")
+        known[2].append((tuple(offsets), tuple(sizes)))
+    entries: list[TensorEntry] = []
+    at = 0
+    for name, (dtype, shape, boxes) in sorted(grouped.items(), key=lambda kv: -item_bytes(kv[1][0])):
+        chunks = []
+        for offsets, sizes in boxes:
+            end = at + elements(sizes) * item_bytes(dtype)
+            chunks.append(Chunk(offsets, sizes, at, end))
+            at = end
+        entries.append(TensorEntry(name, dtype, shape, tuple(chunks)))
+    table = TensorTable(image_bytes=at, block_bytes=block_bytes_for(at), tensors=tuple(entries), aliases=dict(aliases or {}))
+    if (fault := fault_of(table)) is not None:
+        raise Unstorable(f"the tensors cannot be laid out: {fault}", now="nothing was written")
+    return table
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_table(table: TensorTable, where: str) -> None:
+    """Check that a table is consistent: known dtypes, boxes inside their tensors, ranges that cover the image once.
+
+    Raises:
+        Damaged: it is not; names the tensor.
+    """
+    if (fault := fault_of(table)) is not None:
+        raise Damaged(f"{where} has an inconsistent table: {fault}", now="none of its bytes were used", todo="take another generation")
+
+
+def fault_of(table: TensorTable) -> str | None:
+    """What is inconsistent in a table; None if nothing is."""
+    if table.block_bytes < 1 or table.image_bytes < 0:
+        return f"image of {table.image_bytes} bytes in blocks of {table.block_bytes}"
+    if table.digests and (len(table.digests) != table.blocks or any(len(d) != DIGEST_HEX for d in table.digests)):
+        return f"{len(table.digests)} digests for {table.blocks} blocks"
+    names: set[str] = set()
+    at = 0
+    for entry in table.tensors:
+        if entry.name in names or entry.name in table.aliases:
+            return f"{entry.name!r} is there twice"
+        names.add(entry.name)
+        if not known_dtype(entry.dtype):
+            return f"{entry.name!r} has unknown dtype {entry.dtype!r}"
+        item = item_bytes(entry.dtype)
+        for chunk in entry.chunks:
+            if not _inside(chunk, entry.shape):
+                return f"{entry.name!r}: box {chunk.offsets} + {chunk.sizes} is outside {entry.shape}"
+            if chunk.begin != at or chunk.end - chunk.begin != elements(chunk.sizes) * item:
+                return f"{entry.name!r}: bytes {chunk.begin} to {chunk.end}; expected {at} to {at + elements(chunk.sizes) * item}"
+            at = chunk.end
+    if at != table.image_bytes:
+        return f"tensors end at byte {at} of {table.image_bytes}"
+    dangling = next((a for a, name in table.aliases.items() if name not in names), None)
+    return None if dangling is None else f"alias {dangling!r} of a name that is not there"
+
+
+def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+        o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    )
