@@ -11,7 +11,8 @@ from ftckpt.domain.names import check_name
 from ftckpt.errors import ConfigError
 from ftckpt.transfer.auth import derive_key
 from ftckpt.transfer.document import SnapshotDoc
-from ftckpt.transfer.engine import Engine, Fetched, Order, Patience, Progress
+from ftckpt.transfer.engine import Engine
+from ftckpt.transfer.order import Fetched, Order, Patience, Progress
 from ftckpt.transfer.peer import split_url
 
 __all__ = ["Fetched", "Patience", "Progress", "fetch"]
@@ -27,7 +28,7 @@ def fetch(
     *,
     accept: Callable[[SnapshotDoc], None] | None = None,
     connections: int = 4,
-    chunk: int = 16 << 20,
+    chunk: int = 64 << 20,
     patience: Patience | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     tls: ssl.SSLContext | None = None,

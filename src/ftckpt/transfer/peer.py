@@ -150,14 +150,15 @@ class PeerConnection:
         if status != 206 or head.length != end - begin:
             raise Flaw(f"it answered {status} with {head.length} bytes for a range of {end - begin}", fatal=status < 500)
         self._prove(head, mac, status, head.length, None)
+        view, at, checked = image[begin:end], 0, 0
         for block in range(blocks.first, blocks.first + blocks.count):
-            view = image[block * block_bytes : min(len(image), (block + 1) * block_bytes)]
-            at = 0
-            while at < len(view):
+            upto = min(checked + block_bytes, len(view))
+            while at < upto:
                 at += self._recv(channel, view[at:])
-            found = block_digest(view)
+            found = block_digest(view[checked:upto])
             if found != digests[block]:
                 raise Flaw(f"it sent bad bytes in block {block}: expected {digests[block]}, found {found}", fatal=True)
+            checked = upto
             if not on_block(block):
                 self.close()
                 return

@@ -6,9 +6,7 @@ A malformed, foreign or hung request costs at most one bounded thread for a boun
 from __future__ import annotations
 
 import logging
-import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
@@ -22,8 +20,9 @@ from ftckpt.errors import ConfigError
 from ftckpt.transfer.auth import check_request, derive_key, sign_answer
 from ftckpt.transfer.digests import image_digests
 from ftckpt.transfer.document import SnapshotDoc, SnapshotLine, encode
+from ftckpt.transfer.listener import Listener
 from ftckpt.transfer.shelf import Item, Shelf
-from ftckpt.transfer.wire import BadMessage, Channel, Closed, Request, parse_range, parse_request, render_answer
+from ftckpt.transfer.wire import BadMessage, Channel, Request, parse_range, parse_request, render_answer
 
 log = logging.getLogger("ftckpt.transfer.server")
 PROOF = "X-Ftckpt-Proof"
@@ -86,23 +85,20 @@ class SnapshotServer:
             )
         if len(secret) < 16:
             raise ConfigError("the job's secret is shorter than 16 bytes", now="nothing was started", todo="use a longer secret")
-        self._host, self._port, self._advertise, self._tls = host, port, advertise, tls
+        self._advertise, self._tls, self._clock = advertise, tls, clock
         self._key = derive_key(secret, job)
         self._limits = limits or ServerLimits()
-        self._clock = clock
         self._shelf = Shelf()
-        self._lock = threading.Lock()
-        self._listener: socket.socket | None = None
-        self._threads: dict[int, tuple[threading.Thread, Channel]] = {}
-        self._accepting: threading.Thread | None = None
-        self._closing = False
+        self._listener = Listener(
+            host, port, self._talk, connections=self._limits.connections, turn_away=_turn_away, handshake_s=self._limits.head_s, tls=tls
+        )
 
     @property
     def url(self) -> str:
         """Base URL that peers reach this server at, e.g. ``http://10.0.0.3:41234``; the real port after ``start``."""
         scheme = "https" if self._tls else "http"
-        bare = self._advertise or self._host
-        host, port = bare, str(self._port)
+        bare = self._advertise or self._listener.host
+        host, port = bare, str(self._listener.port)
         if self._advertise and bare.count(":") == 1:
             host, _, port = bare.partition(":")
         elif self._advertise and bare.startswith("[") and "]:" in bare:
@@ -118,30 +114,12 @@ class SnapshotServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        try:
-            family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server((str(address[0]), int(address[1])), family=family, backlog=self._limits.connections)
-        except OSError as e:
-            raise ConfigError(f"cannot listen on {self._host!r} port {self._port}: {e}", todo="use an address of this host and a free port") from e
-        self._port = listener.getsockname()[1]
-        self._listener = listener
-        self._accepting = threading.Thread(target=self._accept, args=(listener,), name="serve-accept", daemon=True)
-        self._accepting.start()
+        self._listener.start()
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop listening, cut all readers, join the threads (up to ``timeout`` seconds), free all snapshots."""
-        with self._lock:
-            self._closing = True
-            running = list(self._threads.values())
-        if self._listener is not None:
-            Channel(self._listener).abort()
-            self._listener.close()
         self._shelf.close()
-        for _, channel in running:
-            channel.abort()
-        deadline = time.monotonic() + timeout
-        for thread in [t for t, _ in running] + ([self._accepting] if self._accepting else []):
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._listener.close(timeout)
 
     def __enter__(self) -> Self:
         self.start()
@@ -188,60 +166,12 @@ class SnapshotServer:
         """What is served now, oldest first."""
         return self._shelf.lines()
 
-    # ------------------------------------------------------------------ connections
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._closing:
-            try:
-                sock, address = listener.accept()
-            except OSError as e:
-                if self._closing:
-                    return
-                log.warning("accepting a connection failed: %s", e)
-                time.sleep(0.05)  # out of descriptors: those who are here finish first
-                continue
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = Channel(sock)
-            if not self._take_on(channel):
-                log.warning("turned %s away: no thread is free for it", address[0])
-                self._turn_away(channel)
-
-    def _take_on(self, channel: Channel) -> bool:
-        """Give a connection a thread, if one of the bounded number is free."""
-        thread = threading.Thread(target=self._serve, args=(channel,), name=f"serve-{channel.sock.fileno()}", daemon=True)
-        with self._lock:
-            if self._closing or len(self._threads) >= self._limits.connections:
-                return False
-            try:
-                thread.start()
-            except RuntimeError as e:  # the system has no thread left
-                log.warning("no thread for a connection: %s", e)
-                return False
-            self._threads[id(channel)] = (thread, channel)
-            return True
-
-    def _turn_away(self, channel: Channel) -> None:
-        try:
-            channel.send(render_answer(503, {"Content-Length": 0, "Connection": "close", "Retry-After": 1}), b"", 0.1)
-        except OSError:
-            log.debug("a connection that was turned away is gone already")
-        finally:
-            channel.close()
-
-    def _serve(self, channel: Channel) -> None:
+    # ------------------------------------------------------------------ answers
+    def _talk(self, channel: Channel) -> None:
         """One connection, from its first request to its last."""
-        try:
-            if self._tls is not None:
-                channel.sock.settimeout(self._limits.head_s)
-                channel.sock = self._tls.wrap_socket(channel.sock, server_side=True)
-            first_s = self._limits.head_s
-            while not self._closing and self._exchange(channel, first_s):
-                first_s = self._limits.idle_s
-        except (OSError, Closed) as e:
-            log.debug("a connection ended: %s", e)
-        finally:
-            channel.close()
-            with self._lock:
-                self._threads.pop(id(channel), None)
+        first_s = self._limits.head_s
+        while not self._listener.closing and self._exchange(channel, first_s):
+            first_s = self._limits.idle_s
 
     def _exchange(self, channel: Channel, first_s: float) -> bool:
         """One request and its answer; whether the connection goes on."""
@@ -264,7 +194,6 @@ class SnapshotServer:
             self._refuse(channel, request, mac, e)
         return request.keep and bool(mac)
 
-    # ------------------------------------------------------------------ answers
     def _route(self, channel: Channel, request: Request, mac: str, span: str) -> None:
         if request.method not in ("GET", "HEAD"):
             raise BadMessage(405, "only GET and HEAD are served")
@@ -334,6 +263,10 @@ class SnapshotServer:
             headers["Connection"] = "close"
         hidden = request is not None and request.method == "HEAD"
         channel.send(render_answer(e.status, headers), b"" if hidden else body, self._limits.send_stall_s)
+
+
+def _turn_away(channel: Channel) -> None:
+    channel.send(render_answer(503, {"Content-Length": 0, "Connection": "close", "Retry-After": 1}), b"", 0.1)
 
 
 def _present(item: Item | None, name: str) -> Item:

@@ -6,6 +6,8 @@ from collections import deque
 
 from ftckpt.transfer.peer import Blocks
 
+LEAST = 4  # blocks per run, unless there are fewer for each connection
+
 
 class Spans:
     """Hands out runs of blocks: long ones first, shorter ones towards the end, so that all connections finish together.
@@ -18,7 +20,7 @@ class Spans:
 
     def __init__(self, blocks: int, most: int, connections: int) -> None:
         self._next, self._end = 0, blocks
-        self._most, self._share = max(1, most), 2 * max(1, connections)
+        self._most, self._connections = max(1, most), max(1, connections)
         self._returned: deque[Blocks] = deque()
 
     def take(self) -> Blocks | None:
@@ -28,7 +30,8 @@ class Spans:
         left = self._end - self._next
         if left == 0:
             return None
-        run = Blocks(self._next, min(left, max(1, min(self._most, left // self._share))))
+        fair = -(-left // self._connections)
+        run = Blocks(self._next, min(self._most, max(min(LEAST, fair), fair // 2)))
         self._next += run.count
         return run
 

@@ -1,0 +1,248 @@
+"""The peers of one fetch: who has the step, who holds the same bytes, who is given up and why. Must not move image bytes.
+
+Decisions are made under one lock (``changed``), which the engine shares; every byte moves outside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from ftckpt.domain.names import check_name
+from ftckpt.errors import DeadlineExceeded, FtckptError, PeerError, Unauthorized
+from ftckpt.transfer.document import SnapshotDoc, SnapshotLine, check_doc, decode, line_of
+from ftckpt.transfer.order import Order
+from ftckpt.transfer.peer import Flaw, PeerConnection, Pulse
+
+log = logging.getLogger("ftckpt.transfer.client")
+ASK_S = 10.0  # one question for a step that is not there yet
+PAUSE_S = 0.1  # before a question is asked again
+GRACE_S = 0.25  # the assigned source may answer that much later than the first
+STRIKES = 2  # failed connections in a row, then a source is given up
+TICK_S = 0.25
+
+
+class Source:
+    """What is known of one peer. ``state``: asked, offers (has the step), used (has our bytes) or out."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.pulse = Pulse()
+        self.state = "asked"
+        self.line: SnapshotLine | None = None
+        self.flaw = Flaw("")
+        self.bytes = 0
+        self.load = 0
+        self.strikes = 0
+
+
+class Roster:
+    """The sources of one fetch, their connections, and the threads that use them.
+
+    Args:
+        order: what is fetched.
+        tls: client-side context for ``https``.
+    """
+
+    def __init__(self, order: Order, tls: ssl.SSLContext | None) -> None:
+        self.order = order
+        self.changed = threading.Condition()
+        self.sources = [Source(u) for u in order.urls]
+        self.started = time.monotonic()
+        self.stopped = False
+        self.crash: BaseException | None = None
+        self.standing = "nothing was taken"
+        self._tls = tls
+        self._line: SnapshotLine | None = None
+        self._refusals: list[FtckptError] = []
+        self._connections: set[PeerConnection] = set()
+
+    # ------------------------------------------------------------------ who has it
+    def ask_all(self) -> None:
+        """Start one scout per source."""
+        for i, source in enumerate(self.sources):
+            self.thread(f"fetch-scout-{i}", lambda s=source: self._scout(s))  # type: ignore[misc]
+
+    def choose(self, accept: Callable[[SnapshotDoc], None] | None) -> SnapshotDoc:
+        """The document of the first source, in the given order, that has an acceptable one; its like are then ``used``."""
+        while True:
+            source = self._next_offer()
+            try:
+                doc = self._read_doc(source)
+                if accept is not None:
+                    accept(doc)
+            except Flaw as flaw:
+                self.drop(source, flaw)
+                continue
+            except FtckptError as e:
+                if not isinstance(e, PeerError):
+                    self._refusals.append(e)
+                self.drop(source, Flaw(f"refused: {e.what}", fatal=True))
+                continue
+            with self.changed:
+                self._line = source.line
+                for each in self.sources:
+                    self._compare(each)
+            return doc
+
+    def _scout(self, source: Source) -> None:
+        """Ask one source until it has the step, fails for good, or the time is over."""
+        connection = self.connect(source)
+        try:
+            self._ask(source, connection)
+        except Flaw as flaw:
+            self.drop(source, flaw)
+        except FtckptError as e:
+            self.drop(source, Flaw(e.what, fatal=True))
+        finally:
+            self.disconnect(connection)
+
+    def _ask(self, source: Source, connection: PeerConnection) -> None:
+        deadline = self.started + self.order.patience.find
+        failures = 0
+        while not self.stopped:
+            wait = min(ASK_S, deadline - time.monotonic())
+            if wait <= 0:
+                raise Flaw(f"it did not publish step {self.order.step} in time", absent=True)
+            try:
+                body = connection.document(f"step/{self.order.step}?wait={wait:.3f}", wait=wait)
+            except Flaw as flaw:
+                failures = 0 if flaw.absent else failures + 1
+                if flaw.fatal or failures > STRIKES:
+                    raise
+                time.sleep(PAUSE_S)
+                continue
+            line = decode(body, SnapshotLine, source.url)
+            check_name("snapshot", line.snapshot)
+            with self.changed:
+                source.line, source.state = line, "offers"
+                self._compare(source)
+                self.changed.notify_all()
+            return
+
+    def _compare(self, source: Source) -> None:
+        """Once it is known what is fetched, a source that offers the same bytes shares the load. Lock held."""
+        mine, its = self._line, source.line
+        if mine is None or its is None or source.state != "offers":
+            return
+        if (its.content, its.trajectory) == (mine.content, mine.trajectory):
+            source.state = "used"
+        else:
+            source.state, source.flaw = "out", Flaw(f"it holds other bytes of step {its.step} (trajectory {its.trajectory[:8]}, content {its.content[:8]})")
+
+    def _next_offer(self) -> Source:
+        first_seen = 0.0
+        with self.changed:
+            while True:
+                if self.crash is not None:
+                    raise self.crash
+                now = time.monotonic()
+                offers = [i for i, s in enumerate(self.sources) if s.state == "offers"]
+                asked = [i for i, s in enumerate(self.sources) if s.state == "asked"]
+                if offers:
+                    first_seen = first_seen or now
+                    if now >= first_seen + GRACE_S or not any(i < offers[0] for i in asked):
+                        return self.sources[offers[0]]
+                elif not asked:
+                    raise self.failure()
+                self.check_total()
+                self.changed.wait(0.05 if offers else TICK_S)
+
+    def _read_doc(self, source: Source) -> SnapshotDoc:
+        line = source.line
+        if line is None:
+            raise Flaw("it offered nothing", fatal=True)
+        connection = self.connect(source)
+        try:
+            doc = decode(connection.document(f"snapshots/{line.snapshot}"), SnapshotDoc, source.url)
+        finally:
+            self.disconnect(connection)
+        check_doc(doc, self.order.job, self.order.step, source.url)
+        if line_of(doc) != line:
+            raise PeerError(f"{source.url} listed another snapshot than it delivered")
+        return doc
+
+    # ------------------------------------------------------------------ who is given up, and why
+    def drop(self, source: Source, flaw: Flaw) -> None:
+        """Take nothing more from a source."""
+        with self.changed:
+            if source.state == "out" or self.stopped:
+                return
+            source.state, source.flaw = "out", flaw
+            self.changed.notify_all()
+        log.warning("step %d: gave up %s: %s", self.order.step, source.url, flaw.why)
+
+    def forsaken(self) -> bool:
+        """Whether nobody is left. Lock held."""
+        return all(s.state == "out" for s in self.sources)
+
+    def check_total(self) -> None:
+        """Raise DeadlineExceeded when the time for everything is over. Lock held."""
+        total = self.order.patience.total
+        if total is not None and time.monotonic() - self.started > total:
+            raise DeadlineExceeded(
+                f"step {self.order.step} was not fetched within {total:g} s; {self._reasons()}",
+                now=self.standing,
+                todo="check the network's speed against the size of the state, or allow more time",
+            )
+
+    def failure(self) -> FtckptError:
+        """Why no source is left. Lock held."""
+        flaws = [s.flaw for s in self.sources]
+        if self._refusals:
+            return self._refusals[0]
+        text = f"step {self.order.step} could not be taken from any peer; {self._reasons()}"
+        if all(f.stranger for f in flaws):
+            return Unauthorized(text, now=self.standing, todo="give all replicas of the job the same secret")
+        if any(f.absent and not f.fatal for f in flaws):
+            return DeadlineExceeded(text, now=self.standing, todo="see the other replicas' logs: they are at another step, or publish too late")
+        return PeerError(text, now=self.standing, todo="see the log of the agents named; the next quorum names other sources")
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{s.url}: {s.flaw.why or s.state}" for s in self.sources)
+
+    # ------------------------------------------------------------------ connections and threads
+    def connect(self, source: Source) -> PeerConnection:
+        """A connection to a source (opened by its first request); it is aborted when the fetch ends."""
+        patience = self.order.patience
+        connection = PeerConnection(
+            source.url, self.order.job, self.order.key, connect_s=patience.connect, stall_s=patience.stall, pulse=source.pulse, tls=self._tls
+        )
+        with self.changed:
+            self._connections.add(connection)
+            if self.stopped:
+                connection.abort()
+        return connection
+
+    def disconnect(self, connection: PeerConnection) -> None:
+        """Close a connection and forget it."""
+        connection.close()
+        with self.changed:
+            self._connections.discard(connection)
+
+    def thread(self, name: str, act: Callable[[], None]) -> threading.Thread:
+        """Start a thread whose crash ends the fetch on the calling thread."""
+
+        def body() -> None:
+            try:
+                act()
+            except BaseException as e:  # noqa: BLE001 - handed over: raised on the thread that called fetch
+                with self.changed:
+                    self.crash = self.crash or e
+                    self.changed.notify_all()
+
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        """Wake up everybody; whoever still connects ends by itself within ``patience.connect``."""
+        with self.changed:
+            self.stopped = True
+            open_now = list(self._connections)
+            self.changed.notify_all()
+        for connection in open_now:
+            connection.abort()
