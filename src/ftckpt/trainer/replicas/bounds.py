@@ -1,0 +1,91 @@
+"""How long a replica keeps trying before it loads the tail or ends; no torchft, no I/O but the clock."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.vote import Act, Quorum, Stance, stand
+from ftckpt.errors import Diverged, FtckptError, HealFailed, LogUnreachable
+from ftckpt.trainer.replicas.acts import Agreed
+from ftckpt.trainer.replicas.base import Position
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of what a replica tries before it ends.
+
+    Args:
+        attempts: steps in a row that it refuses on its own account, until HealFailed.
+        refusals: refused heals in a row until the tail is loaded instead.
+        log_wait: seconds that an unreadable log is waited for before the first vote, until LogUnreachable.
+        pause: greatest pause after a refused step, seconds; it begins at a sixteenth.
+    """
+
+    attempts: int = 16
+    refusals: int = 3
+    log_wait: float = 300.0
+    pause: float = 1.0
+
+
+class Bounds:
+    """Counts what was tried in vain since the last committed step.
+
+    Args:
+        limits: the bounds.
+        group_world_size: ranks in the group; one rank's failed heal makes the whole group give up.
+    """
+
+    def __init__(self, limits: Limits, group_world_size: int) -> None:
+        self._limits, self._group_world_size = limits, group_world_size
+        self._fruitless, self._unread_since = 0, 0.0
+        self.refusals = 0
+
+    def stance(self, tail: Entry | None, readable: bool, state: Position, quorum: Quorum) -> Stance:
+        """``vote.stand``, with what repeated or partial failures of healing ask for."""
+        stance = stand(tail, readable, state.trajectory, quorum)
+        if not quorum.heal_failed or stance.act is not Act.KEEP:
+            return stance
+        if self.refusals >= self._limits.refusals and tail is not None:
+            return Stance(False, Act.LOAD, f"{self.refusals} heals in a row were refused")
+        if self._group_world_size > 1:
+            return Stance(False, Act.BLANK, "one rank of the group could not heal")
+        return stance
+
+    def agreed(self, act: Act, reason: str, *, own: bool, tail: Entry | None, readable: bool) -> Agreed:
+        """The act with its particulars; the end, when the bounds are used up.
+
+        Args:
+            own: this replica refused on its own account, not only because others do.
+        """
+        self._unread_since = 0.0 if readable else self._unread_since or time.monotonic()
+        self._fruitless += own and readable
+        if act is Act.EXIT:
+            return Agreed(act, reason=f"Diverged: {reason}")
+        if not readable and time.monotonic() - self._unread_since > self._limits.log_wait:
+            return Agreed(Act.EXIT, reason=f"LogUnreachable: {reason or 'the log cannot be read'}")
+        if self._fruitless > self._limits.attempts:
+            return Agreed(Act.EXIT, reason=f"HealFailed: {self._fruitless} steps in a row: {reason}")
+        return Agreed(act, entry=tail.index) if act is Act.LOAD and tail is not None else Agreed(act)
+
+    def pause(self) -> float:
+        """Seconds to wait after a refused step."""
+        if not self._fruitless and not self._unread_since:
+            return 0.0
+        return self._limits.pause * 2.0 ** (min(self._fruitless or 5, 5) - 5)
+
+    def reset(self) -> None:
+        """A step was committed."""
+        self._fruitless = self.refusals = 0
+
+
+def ending(replica: str, reason: str) -> FtckptError:
+    """The error that all ranks of a group raise for an agreed end: its kind is the word before the colon."""
+    name, _, text = reason.partition(": ")
+    kinds: dict[str, type[FtckptError]] = {"Diverged": Diverged, "LogUnreachable": LogUnreachable}
+    return kinds.get(name, HealFailed)(
+        f"replica {replica} ends: {text or reason}",
+        now="nothing of this state is saved or served any more",
+        todo="restart it; it takes the newest state",
+    )

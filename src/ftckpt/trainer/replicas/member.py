@@ -1,0 +1,274 @@
+"""One replica's standing in the job: its position, its stance in the step being made, its slot, its decision. No torch, no torchft, no threads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ftckpt.domain import vote
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.names import member_id
+from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
+from ftckpt.domain.vote import Act, Role, Slot, Stance
+from ftckpt.errors import ConfigError, HealRefused, LogError
+from ftckpt.trainer.replicas.acts import Agreed
+from ftckpt.trainer.replicas.base import NOWHERE, Callbacks, Outcome, Position
+from ftckpt.trainer.replicas.bounds import Bounds, Limits
+
+TORN = Position(trajectory=Trajectory(-1, "0" * 64))
+"""The position while a fetched state is being loaded."""
+
+
+@dataclasses.dataclass(slots=True)
+class Attempt:
+    """One attempt at a step, from ``start_quorum`` to the vote.
+
+    Args:
+        ordinal: counts the attempts of this incarnation; alike on all ranks of the group.
+        stance: whether this replica's state may take part; None before the quorum.
+        sent: the slot has gone out.
+        empty: it is the step from 0 to 1, in which nobody contributes.
+        tail: what was read for it (entry, whether it could be read).
+        coming: position of a fetched state until it is applied.
+        healed: the fetched state was applied.
+        why: reasons to tell.
+    """
+
+    ordinal: int
+    stance: Stance | None = None
+    sent: bool = False
+    empty: bool = False
+    tail: tuple[Entry | None, bool] | None = None
+    coming: Position | None = None
+    healed: bool = False
+    why: list[str] = dataclasses.field(default_factory=list)
+
+
+class Member:
+    """A replica's part in the one-state rule.
+
+    Args:
+        job: name of the job.
+        replica: stable name of the replica group.
+        incarnation: this life of the group, alike on all its ranks, never used before.
+        callbacks: where the tail is read.
+        limits: bounds of what is tried.
+        group_world_size: ranks in the group.
+    """
+
+    def __init__(self, job: str, replica: str, incarnation: str, callbacks: Callbacks, limits: Limits, group_world_size: int = 1) -> None:
+        self.replica, self.member, self.incarnation = replica, member_id(replica), incarnation
+        self.position = Position(trajectory=genesis(job))
+        self.bounds = Bounds(limits, group_world_size)
+        self.now = Attempt(0)
+        self._callbacks = callbacks
+        self._first, self._adds = True, (0, 0)
+        self._outcomes: list[Outcome] = []
+
+    # ------------------------------------------------------------------ before the quorum
+    def begin(self) -> None:
+        """A new attempt at a step."""
+        self.now = Attempt(self.now.ordinal + 1)
+
+    def contribute(self, draws: int, samples: int) -> None:
+        """See ``Replica.contribute``. Raises ConfigError when the step's slot has gone out with another number."""
+        if self.now.sent and (draws, samples) != self._adds:
+            raise ConfigError(
+                f"draws changed from {self._adds[0]} to {draws} after the step's first allreduce",
+                now="the step cannot be counted rightly",
+                todo="draw all batches of a step before its first gradient is reduced (accumulate under no_sync())",
+            )
+        self._adds = (draws, samples)
+
+    def adopt(self, trajectory: Trajectory, counts: Mapping[int, int], samples: int) -> None:
+        """Take over the position of a loaded state; the next vote is a first vote again."""
+        self.position = Position(trajectory=trajectory, counts=dict(counts), samples=samples)
+        self._first, self._adds = True, (0, 0)
+        self.bounds.refusals = 0
+
+    def give_up(self) -> None:
+        """The state is worth nothing any more."""
+        self.position = NOWHERE
+
+    # ------------------------------------------------------------------ in the quorum
+    @property
+    def first(self) -> bool:
+        """The next vote is a first vote (rule 3)."""
+        return self._first or self.position.blank
+
+    def tail(self) -> tuple[Entry | None, bool]:
+        """The tail for this attempt, and whether it was read (or need not be): asked once per attempt."""
+        if self.now.tail is None:
+            if not self.first:
+                self.now.tail = (self._callbacks.known_tail(), True)
+            else:
+                try:
+                    self.now.tail = (self._callbacks.tail(), True)
+                except LogError as e:
+                    self.now.tail = (self._callbacks.known_tail(), False)
+                    self.tell(f"the log cannot be read: {e.what}")
+        return self.now.tail
+
+    def admit(self, offered: Position, step: int) -> None:
+        """Take note of a peer's state that is to be applied. Raises HealRefused (rule 4)."""
+        tail, _ = self.tail()
+        why = "the source has given up its state" if offered.blank else vote.admits(tail, offered.trajectory, step)
+        if why:
+            raise HealRefused(why, now="the live state is unchanged", todo="nothing: another source is tried")
+        self.now.coming = offered
+
+    def heal_failed(self, error: Exception) -> None:
+        """A heal that the quorum asked for came to nothing."""
+        self.now.coming = None
+        self.bounds.refusals += isinstance(error, HealRefused)
+        self.tell(f"heal failed: {error}")
+
+    def take_stance(self, *, healing: bool, max_step: int, world_size: int) -> bool:
+        """Decide, after the quorum and after healing, whether to contribute.
+
+        Args:
+            healing: the quorum asked this replica to heal.
+            max_step: greatest step in the quorum.
+            world_size: members of the quorum.
+        """
+        self.now.empty = max_step == 0
+        quorum = vote.Quorum(
+            first=self.first,
+            blank=self.position.blank,
+            healed=self.now.coming is not None,
+            heal_failed=healing and self.now.coming is None,
+            max_step=max_step,
+            alone=world_size == 1,
+        )
+        tail, readable = self.tail()
+        self.now.stance = self.bounds.stance(tail, readable, self.voting, quorum)
+        return self.now.stance.go
+
+    # ------------------------------------------------------------------ the vote
+    @property
+    def voting(self) -> Position:
+        """The position that this replica votes with: the coming one, until it is applied."""
+        return self.now.coming or self.position
+
+    def slot(self, *, spare: bool) -> Slot:
+        """This member's line in the vector of the step; sent from now on."""
+        self.now.sent = True
+        tail, _ = self.tail()
+        state = self.voting.trajectory
+        return Slot(
+            role=self._role(spare),
+            member=self.member,
+            nonce=attempt_nonce(self.incarnation, self.now.ordinal),
+            h=state.h,
+            draws=self._adds[0],
+            samples=self._adds[1],
+            tail=vote.tail_word(tail, state),
+        )
+
+    def _role(self, spare: bool) -> Role:
+        if self.now.stance is None or not self.now.stance.go:
+            return Role.REFUSES
+        if self.now.coming is not None:
+            return Role.HEALS
+        if spare:
+            return Role.SPARE
+        return Role.SYNCS if self.now.empty else Role.CONTRIBUTES
+
+    def judge(self, slots: Sequence[Slot] | None, *, own: int, expected: int, step: int) -> tuple[str, Agreed]:
+        """Decide the vote.
+
+        Args:
+            slots: everybody's, in rank order; None when the step failed before they were known.
+            own: index of this member's.
+            expected: how many contributors torchft counts.
+            step: the step that torchft believes the state to have.
+
+        Returns:
+            Why to vote no (empty: vote yes, unless the step failed), and what the group is to do once the vote was refused.
+        """
+        stance = self.now.stance or Stance(False, Act.KEEP, "no quorum was formed")
+        act, reason = stance.act, stance.reason
+        if slots is not None and (stance.go or stance.diverged):
+            decision = vote.decide(
+                slots,
+                own=own,
+                expected=expected,
+                torn=self.voting.trajectory.step != step,
+                healed=self.now.healed or self.now.coming is not None,
+                diverged=stance.diverged,
+            )
+            act, reason = decision.act, reason or decision.reason
+        if reason:
+            self.now.why.append(reason)
+        tail, readable = self.tail()
+        return reason, self.bounds.agreed(act, reason, own=not stance.go or act is not Act.KEEP, tail=tail, readable=readable)
+
+    # ------------------------------------------------------------------ after the vote
+    def applying(self) -> Position | None:
+        """A fetched state is about to be loaded: torn until ``applied``. None if there is none to load."""
+        coming, self.now.coming = self.now.coming, None
+        if coming is not None:
+            self.position = TORN
+        return coming
+
+    def applied(self, position: Position) -> None:
+        """The fetched state is live."""
+        self.position, self.now.healed = position, True
+        self._callbacks.on_event("healed", f"took the state of step {position.trajectory.step} from a peer")
+
+    def made(self, slots: Sequence[Slot], *, own: int, rank: int | None) -> None:
+        """The step was committed: the trajectory moves, last of all."""
+        tail, _ = self.tail()
+        self.position = self.position.made(slots, tail.step if tail is not None else None)
+        self._first = False
+        self.bounds.reset()
+        present = tuple(s.member for s in slots)
+        adding = tuple(s.member for s in slots if s.role is Role.CONTRIBUTES)
+        self._record(
+            committed=True,
+            contributed=slots[own].role is Role.CONTRIBUTES,
+            members=present if self.now.empty else adding,
+            present=present,
+            writer=rank == 0,
+        )
+        self._adds, self.now.sent = (0, 0), False
+
+    def refused(self, error: str) -> None:
+        """The step was not committed; ``error`` says why where this replica gave no reason of its own."""
+        if error and not self.now.why:
+            self.now.why.append(error[:300])
+        self._record(committed=False, contributed=False, members=(), present=(), writer=False)
+        self.now.sent = False
+
+    def _record(self, *, committed: bool, contributed: bool, members: tuple[int, ...], present: tuple[int, ...], writer: bool) -> None:
+        self._outcomes.append(
+            Outcome(
+                committed=committed,
+                contributed=contributed,
+                healed=self.now.healed,
+                step=max(0, self.position.trajectory.step),
+                members=members,
+                present=present,
+                writer=writer,
+                reasons=tuple(self.now.why),
+            )
+        )
+        del self._outcomes[:-64]
+
+    def outcome(self) -> Outcome:
+        """See ``Replica.outcome``."""
+        taken, self._outcomes = self._outcomes, []
+        if not taken or sum(o.committed for o in taken) > 1:
+            raise ConfigError(
+                f"{len(taken)} votes were held since the last ckpt.step()",
+                todo="call ckpt.step() once after each optimizer.step()",
+            )
+        reasons = tuple(dict.fromkeys(r for o in taken for r in o.reasons))[-8:]
+        return msgspec.structs.replace(taken[-1], healed=any(o.healed for o in taken), reasons=reasons)
+
+    def tell(self, text: str) -> None:
+        """Tell people, and the next outcome."""
+        self.now.why.append(text)
+        self._callbacks.on_event("replica", text)
