@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ftckpt.errors import ConfigError
+from ftckpt.format.digest import digest
 from ftckpt.transfer.auth import authorization, same, sign_answer
-from ftckpt.transfer.digests import block_digest
 from ftckpt.transfer.wire import BadMessage, Channel, Closed, Head, parse_status, render_request
 
 log = logging.getLogger("ftckpt.transfer.client")
@@ -155,7 +155,7 @@ class PeerConnection:
             upto = min(checked + block_bytes, len(view))
             while at < upto:
                 at += self._recv(channel, view[at:])
-            found = block_digest(view[checked:upto])
+            found = digest(view[checked:upto])
             if found != digests[block]:
                 raise Flaw(f"it sent bad bytes in block {block}: expected {digests[block]}, found {found}", fatal=True)
             checked = upto

@@ -17,8 +17,8 @@ import msgspec
 
 from ftckpt.domain.names import check_name
 from ftckpt.errors import ConfigError
+from ftckpt.format.digest import digest_blocks
 from ftckpt.transfer.auth import check_request, derive_key, sign_answer
-from ftckpt.transfer.digests import image_digests
 from ftckpt.transfer.document import SnapshotDoc, SnapshotLine, encode
 from ftckpt.transfer.listener import Listener
 from ftckpt.transfer.shelf import Item, Shelf
@@ -152,7 +152,7 @@ class SnapshotServer:
             )
         check_name("snapshot", snapshot)
         if not doc.table.digests:
-            digests = image_digests(image, doc.table.block_bytes)
+            digests = digest_blocks(image, doc.table.block_bytes, threads=2)
             doc = msgspec.structs.replace(doc, table=msgspec.structs.replace(doc.table, digests=digests))
         if not self._shelf.put(Item(doc, image, on_free)):
             raise ConfigError(f"snapshot {snapshot!r} is being served already, or the server is closed", now="it is not served")

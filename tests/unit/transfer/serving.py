@@ -1,0 +1,57 @@
+"""A peer as a process of its own: serves one made-up snapshot until its standard input ends. Run with JSON options."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+import msgspec
+
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.format.table import Chunk, TensorEntry, TensorTable
+from ftckpt.transfer import ServerLimits, SnapshotDoc, SnapshotServer
+
+SECRET = b"a secret of the test, 32 bytes.."
+JOB = "heal-test"
+
+
+def pattern(size: int, seed: int) -> bytearray:
+    """``size`` bytes that differ from block to block."""
+    piece = random.Random(seed).randbytes((1 << 16) + 13)
+    return bytearray((piece * (size // len(piece) + 1))[:size])
+
+
+def document(size: int, *, step: int = 5, name: str = "snap", block: int = 1 << 16, h: str = "ab" * 32) -> SnapshotDoc:
+    """A document for ``size`` bytes, without digests."""
+    entry = TensorEntry("w", "uint8", (size,), (Chunk((0,), (size,), 0, size),))
+    table = TensorTable(image_bytes=size, block_bytes=block, tensors=(entry,))
+    return SnapshotDoc(job=JOB, snapshot=name, trajectory=Trajectory(step, h), table=table, leaves=msgspec.Raw(b'{"n":1}'))
+
+
+class Options(msgspec.Struct):
+    size: int = 1 << 20
+    seed: int = 1
+    step: int = 5
+    name: str = "snap"
+    block: int = 1 << 16
+    h: str = "ab" * 32
+    host: str = "127.0.0.1"
+    secret: str = SECRET.decode()
+    delay: float = 0.0
+    wait: float = 10.0
+
+
+def main() -> None:
+    o = msgspec.json.decode(sys.argv[1], type=Options)
+    with SnapshotServer(o.host, 0, o.secret.encode(), JOB, limits=ServerLimits(wait_s=o.wait)) as server:
+        print(server.url, flush=True)
+        time.sleep(o.delay)
+        image = memoryview(pattern(o.size, o.seed))
+        server.publish(o.name, document(o.size, step=o.step, name=o.name, block=o.block, h=o.h), image, lambda: None)
+        print("published", flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
