@@ -120,8 +120,16 @@ def all_entries(log: CommitLog) -> list[Entry]:
             return entries
 
 
-def find(log: CommitLog, job: str, which: str | None) -> Entry:
+def complete(store: BlobStore, job: str) -> list[str]:
+    """Directories that are complete by names and sizes, whatever the log says."""
+    return [f.location for f in scan(store, job) if f.complete]
+
+
+def find(log: CommitLog, job: str, which: str | None, *, step: int | None = None) -> Entry:
     """The generation that a user means: ``#3`` or ``3`` (index), ``s000000500-...`` (directory); None: the newest.
+
+    Args:
+        step: the newest of this step instead.
 
     Raises:
         NotFound: there is none; lists those that exist.
@@ -131,6 +139,12 @@ def find(log: CommitLog, job: str, which: str | None) -> Entry:
         raise NotFound(
             f"job {job!r} has no generation in its log", todo="check job, root and log; manifests without record: ftckpt log check " + job
         )
+    if step is not None:
+        same = [e for e in entries if e.step == step]
+        if same:
+            return same[-1]
+        steps = ", ".join(str(s) for s in sorted({e.step for e in entries}))
+        raise NotFound(f"job {job!r} has no generation of step {step}", now=f"it has steps {steps}", todo="choose one of those")
     if which is None:
         seen = view(log)
         return next(iter(lineage(entries if seen.tail is None else seen.entries, seen.tail, (i for i, _ in seen.damaged))), entries[-1])

@@ -1,0 +1,166 @@
+"""What the verbs share: common options, opening a job's parts, and printing a value as JSON or as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from ftckpt import config, wiring
+from ftckpt.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ftckpt.config import Settings
+    from ftckpt.ports import BlobStore
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the training run.", show_default=False)]
+Root = Annotated[str | None, typer.Option("--root", help="Root: a path or URL. Else FTCKPT_ROOT, else ftckpt.toml.", show_default=False)]
+Log = Annotated[
+    str | None, typer.Option("--log", help="Commit log's URL. Else FTCKPT_LOG, ftckpt.toml, SQLite in the root.", show_default=False)
+]
+Config = Annotated[str | None, typer.Option("--config", help="Settings file. Else FTCKPT_CONFIG, else ./ftckpt.toml.", show_default=False)]
+Timeout = Annotated[float | None, typer.Option("--timeout", help="Deadline of one call to the log, in seconds.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output; messages go to standard error.")]
+
+WIDE = 240  # columns of output into a pipe
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """One job, opened: settings, root and commit log (its URL with the default filled in)."""
+
+    settings: Any
+    store: Any
+    log: Any
+    log_url: str
+
+
+def settings(
+    job: str | None,
+    root: str | None,
+    log: str | None,
+    file: str | None,
+    timeout: float | None = None,
+    need: tuple[str, ...] = ("job", "root"),
+) -> Settings:
+    """Settings of this call, checked."""
+    return config.load({"job": job, "root": root, "log": log, "deadlines.log_s": timeout}, file=file).validate(need)
+
+
+@contextmanager
+def opened(
+    job: str, root: str | None, log: str | None, file: str | None = None, timeout: float | None = None, *, must_exist: bool = True
+) -> Iterator[Parts]:
+    """Open a job's root and log for a verb.
+
+    Args:
+        must_exist: refuse a job that the root knows nothing of, where the log is the one inside it.
+
+    Raises:
+        ConfigError: settings, or the root is another job's. NotFound: no such root or job. StoreError: it cannot be read.
+    """
+    given = settings(job, root, log, file, timeout)
+    store = wiring.open_store(given.root)
+    url = wiring.log_url(given.log, job=given.job, root_url=given.root)
+    if must_exist and not given.log:
+        require_job(store, given.job)
+    found = wiring.open_log(url, job=given.job, root_url=given.root, timeout=given.deadlines.log_s)
+    try:
+        yield Parts(given, store, found, url)
+    finally:
+        found.close()
+        store.close()
+
+
+def require_job(store: BlobStore, job: str) -> None:
+    """Refuse a job that the root has nothing of.
+
+    Raises:
+        NotFound: lists the jobs that it has. ConfigError: its directory is another job's.
+    """
+    if not store.listdir(job):
+        have = ", ".join(wiring.jobs_in(store)) or "no job"
+        raise NotFound(f"root {store.url} has no job {job!r}", now=f"it has {have}", todo="check the job's name and --root")
+    marker = wiring.read_marker(store, job)
+    if marker is not None:
+        wiring.check_marker(marker, wiring.Marker(job=job, log_kind=marker.log_kind), store.url)
+
+
+def check_log(parts: Parts) -> None:
+    """Refuse a log that is not the one that vouches for this root (an unreadable or empty one is the ladder's business).
+
+    Raises:
+        ConfigError: another log.
+    """
+    from ftckpt.errors import LogError
+
+    marker = wiring.read_marker(parts.store, parts.settings.job)
+    if marker is None:
+        return
+    try:
+        uuid = parts.log.uuid()
+    except LogError:
+        return
+    wiring.check_marker(marker, wiring.Marker(job=parts.settings.job, log_kind=parts.log_url.partition(":")[0], log=uuid), parts.store.url)
+
+
+# ---------------------------------------------------------------- printing
+def print_json(value: object) -> None:
+    """One JSON document on standard output."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    sys.stdout.flush()
+
+
+def console(*, err: bool = False) -> Console:
+    """Where tables and progress go; wide where nobody looks at a screen, so that lines are not folded."""
+    from rich.console import Console
+
+    out = Console(stderr=err, highlight=False)
+    return out if out.is_terminal else Console(stderr=err, highlight=False, width=WIDE)
+
+
+def table(*columns: str, title: str = "", right: tuple[str, ...] = ()) -> Table:
+    """An empty table in the house style; columns in ``right`` are aligned right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def size(n: int) -> str:
+    """Bytes for people."""
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def when(seconds: float) -> str:
+    """A time stamp in local time."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
+
+
+def one_of(**given: object) -> str | None:
+    """The only option that was given.
+
+    Raises:
+        ConfigError: more than one was.
+    """
+    names = [name for name, value in given.items() if value is not None and value is not False]
+    if len(names) > 1:
+        raise ConfigError(
+            "these options exclude each other: " + ", ".join("--" + n for n in names), now="nothing was done", todo="give one of them"
+        )
+    return names[0] if names else None

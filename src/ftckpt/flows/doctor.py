@@ -1,0 +1,299 @@
+"""Is everything that a job needs in order? Looks at settings, root, log, memory, network and versions; changes nothing it leaves.
+
+Every look has a deadline; what fails becomes a line with what to do, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import ssl
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+from urllib.error import HTTPError
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from ftckpt import wiring
+from ftckpt.config import Launch, Settings
+from ftckpt.errors import FtckptError
+from ftckpt.flows.inspect import all_entries
+from ftckpt.link.budget import available_memory
+
+Grade = Literal["ok", "note", "wrong"]
+ETCD_PORT = 2379
+LOW_SPACE = 3  # generations that should still fit
+NEAR_QUOTA = 0.8
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One look: what was looked at, how it is, what was found, and what to do."""
+
+    name: str
+    grade: Grade
+    text: str
+    todo: str = ""
+
+
+def examine(settings: Settings, launch: Launch) -> list[Check]:
+    """All checks that make sense with what was given."""
+    checks = list(_settings(settings))
+    size = 0
+    if settings.root:
+        checks += _guarded("root", lambda: _root(settings))
+    if settings.job and settings.root:
+        found, size = _log(settings)
+        checks += found
+    if settings.root:
+        checks += _guarded("free space", lambda: _space(settings, size))
+    if settings.log.startswith("etcd"):
+        checks += _guarded("etcd", lambda: _etcd(settings))
+    checks += _memory(size, settings.slots)
+    checks += _network(settings, launch)
+    checks += _versions()
+    return checks
+
+
+def _guarded(name: str, look: Callable[[], Iterator[Check]]) -> list[Check]:
+    """A failing look is a finding."""
+    try:
+        return list(look())
+    except FtckptError as e:
+        return [Check(name=name, grade="wrong", text=e.what, todo=e.todo)]
+    except OSError as e:
+        return [Check(name=name, grade="wrong", text=str(e))]
+
+
+# ---------------------------------------------------------------- settings
+def _settings(settings: Settings) -> Iterator[Check]:
+    wrong = settings.problems()
+    for text in wrong:
+        yield Check(name="settings", grade="wrong", text=text)
+    if not wrong:
+        yield Check(
+            name="settings", grade="ok", text=", ".join(settings.say(k) for k in ("job", "root", "log", "replica") if getattr(settings, k))
+        )
+        yield Check(name="deadlines", grade="ok", text="in order")
+    if settings.min_replica_size is None or settings.max_replicas is None:
+        yield Check(
+            name="min_replica_size",
+            grade="note",
+            text="not given here; 2 * min_replica_size > max_replicas keeps two halves of a job from training apart",
+            todo="set min_replica_size and max_replicas to have it checked",
+        )
+
+
+# ---------------------------------------------------------------- root
+def _root(settings: Settings) -> Iterator[Check]:
+    wiring.open_store(settings.root, write=True).close()
+    path = wiring.root_path(settings.root)
+    if path is None:
+        yield Check(name="root", grade="ok", text=settings.root)
+        return
+    with tempfile.NamedTemporaryFile(dir=path, prefix=".ftckpt-doctor-") as probe:
+        probe.write(b"x" * 4096)
+        probe.flush()
+        os.fsync(probe.fileno())
+    kind, device = _filesystem(path)
+    yield Check(name="root", grade="ok", text=f"{path} is writable; {kind} on {device}")
+    if kind == "tmpfs":
+        yield Check(
+            name="root", grade="note", text="tmpfs is memory: generations do not survive a restart of the machine", todo="use a disk"
+        )
+    if kind.startswith(("nfs", "cifs", "fuse")) and not settings.log:
+        yield Check(
+            name="root",
+            grade="wrong",
+            text=f"the embedded log cannot live on {kind}",
+            todo="use etcd, or --log sqlite:///path on a local disk",
+        )
+
+
+def _filesystem(path: Path) -> tuple[str, str]:
+    """Type and device of the mount that a path is on."""
+    best, found = "", ("unknown", "unknown")
+    real = os.path.realpath(path)
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
+        device, mount, kind = line.split()[:3]
+        mount = mount.replace("\\040", " ")
+        if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
+            best, found = mount, (kind, device)
+    return found
+
+
+def _space(settings: Settings, size: int) -> Iterator[Check]:
+    path = wiring.root_path(settings.root)
+    if path is None:
+        return
+    free = shutil.disk_usage(path).free
+    text = f"{_mib(free)} free" + (f"; the last generation has {_mib(size)}" if size else "")
+    if size and free < size:
+        yield Check(name="free space", grade="wrong", text=text, todo="free some space: the next save will fail")
+    elif size and free < LOW_SPACE * size:
+        yield Check(name="free space", grade="note", text=text, todo=f"room for fewer than {LOW_SPACE} more generations")
+    else:
+        yield Check(name="free space", grade="ok", text=text)
+
+
+# ---------------------------------------------------------------- log
+def _log(settings: Settings) -> tuple[list[Check], int]:
+    """The commit log, and the size of the newest generation in it."""
+    try:
+        log = wiring.open_log(settings.log, job=settings.job, root_url=settings.root, timeout=settings.deadlines.log_s)
+        try:
+            tail, entries = log.tail(), all_entries(log)
+            text = f"{log.url} answers; " + (f"{len(entries)} entries, tail #{tail.index}" if tail is not None else "empty")
+        finally:
+            log.close()
+    except FtckptError as e:
+        return [Check(name="commit log", grade="wrong", text=e.what, todo=e.todo)], 0
+    return [Check(name="commit log", grade="ok", text=text)], next((e.bytes for e in reversed(entries) if e.bytes), 0)
+
+
+def _etcd(settings: Settings) -> Iterator[Check]:
+    """Each member's version, v2 API and quota, over its own HTTP."""
+    url = urlsplit(settings.log)
+    scheme = "https" if url.scheme == "etcds" else "http"
+    context = _tls(parse_qs(url.query)) if scheme == "https" else None
+    for host in filter(None, (h.strip() for h in url.netloc.rpartition("@")[2].split(","))):
+        base = f"{scheme}://{host if host.rpartition(':')[2].isdigit() else f'{host}:{ETCD_PORT}'}"
+        try:
+            said = json.loads(_get(f"{base}/version", settings.deadlines.log_s, context))
+        except (OSError, ValueError) as e:
+            yield Check(name=f"etcd {host}", grade="wrong", text=f"does not answer: {e}", todo="start it, or correct the log's URL")
+            continue
+        yield Check(name=f"etcd {host}", grade="ok", text=f"version {said.get('etcdserver', '?')}")
+        yield _v2(host, base, settings.deadlines.log_s, context)
+        yield from _quota(host, base, settings.deadlines.log_s, context)
+
+
+def _v2(host: str, base: str, timeout: float, context: ssl.SSLContext | None) -> Check:
+    """Whether torchrun's legacy rendezvous can work with this server (F71)."""
+    name = f"etcd {host} v2 API"
+    try:
+        _get(f"{base}/v2/keys/", timeout, context)
+        return Check(name=name, grade="ok", text="there: --rdzv-backend=etcd and etcd-v2 work, and so does etcd-v3")
+    except HTTPError as e:
+        missing = e.code == 404
+        text = "missing: --rdzv-backend=etcd and etcd-v2 will fail" if missing else f"answers {e.code}"
+    except OSError as e:
+        text = f"cannot be asked: {e}"
+    return Check(name=name, grade="note", text=text, todo="use --rdzv-backend=etcd-v3, or start etcd (up to 3.5) with --enable-v2")
+
+
+def _quota(host: str, base: str, timeout: float, context: ssl.SSLContext | None) -> Iterator[Check]:
+    name = f"etcd {host} space"
+    try:
+        lines = _get(f"{base}/metrics", timeout, context).decode(errors="replace").splitlines()
+    except OSError as e:
+        yield Check(name=name, grade="note", text=f"/metrics cannot be read: {e}")
+        return
+    values = {p[0]: p[-1] for line in lines if not line.startswith("#") and len(p := line.split()) == 2}
+    try:
+        quota, used = float(values["etcd_server_quota_backend_bytes"]), float(values["etcd_mvcc_db_total_size_in_bytes"])
+    except (KeyError, ValueError):
+        yield Check(name=name, grade="note", text="/metrics does not tell quota and size")
+        return
+    text = f"{_mib(used)} of {_mib(quota)} used"
+    if quota and used > NEAR_QUOTA * quota:
+        yield Check(
+            name=name,
+            grade="wrong",
+            text=text,
+            todo="compact and defragment, or raise --quota-backend-bytes: at the quota no commit is taken",
+        )
+    else:
+        yield Check(name=name, grade="ok", text=text)
+
+
+def _tls(query: dict[str, list[str]]) -> ssl.SSLContext:
+    def one(*names: str) -> str | None:
+        return next((query[n][0] for n in names if query.get(n)), None)
+
+    context = ssl.create_default_context(cafile=one("ca", "cacert", "ca_cert"))
+    cert = one("cert", "cert_cert", "client_cert")
+    if cert is not None:
+        context.load_cert_chain(cert, one("key", "cert_key", "client_key"))
+    return context
+
+
+def _get(url: str, timeout: float, context: ssl.SSLContext | None) -> bytes:
+    """One HTTP GET, past any proxy."""
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if context is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    with urllib.request.build_opener(*handlers).open(url, timeout=timeout) as answer:
+        return bytes(answer.read(8 << 20))
+
+
+# ---------------------------------------------------------------- machine
+def _memory(size: int, slots: int) -> Iterator[Check]:
+    left = available_memory()
+    text = f"{_mib(left.available)} left (bound: {left.bound})" + (
+        f"; {slots} buffers of a whole copy need {_mib(slots * size)}" if size else ""
+    )
+    if size and slots * size > left.available:
+        yield Check(name="memory", grade="wrong", text=text, todo="slots=1, a larger control group, or more ranks per group")
+    else:
+        yield Check(name="memory", grade="ok", text=text)
+
+
+def _network(settings: Settings, launch: Launch) -> Iterator[Check]:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+        yield Check(name="host name", grade="ok", text=f"{name} can be resolved")
+    except OSError as e:
+        yield Check(
+            name="host name", grade="wrong", text=f"{name} cannot be resolved ({e}); torchft advertises it",
+            todo="add it to /etc/hosts, or pass hostname= to torchft_manager",
+        )  # fmt: skip
+    told = settings.agent_advertise or settings.agent_host
+    if told:
+        try:
+            socket.getaddrinfo(told, None)
+            yield Check(name="agent's address", grade="ok", text=f"peers are told {told}")
+        except OSError as e:
+            yield Check(name="agent's address", grade="wrong", text=f"{told} cannot be resolved ({e})", todo="correct agent_advertise")
+    if not launch.lighthouse:
+        yield Check(name="lighthouse", grade="note", text="TORCHFT_LIGHTHOUSE is not set (none is needed without torchft)")
+        return
+    at = urlsplit(launch.lighthouse if "://" in launch.lighthouse else f"http://{launch.lighthouse}")
+    try:
+        with socket.create_connection((at.hostname or "", at.port or 80), timeout=settings.deadlines.connect_s):
+            yield Check(name="lighthouse", grade="ok", text=f"{launch.lighthouse} takes connections")
+    except (OSError, ValueError) as e:
+        yield Check(
+            name="lighthouse",
+            grade="wrong",
+            text=f"{launch.lighthouse} cannot be reached: {e}",
+            todo="start it, or correct TORCHFT_LIGHTHOUSE",
+        )
+
+
+def _versions() -> Iterator[Check]:
+    """Versions as installed, without importing anything."""
+    found = {}
+    for package in ("ftckpt", "torch", "torchft", "cslab-etcd3", "msgspec"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    grade: Grade = "ok" if found["torch"] != "not installed" else "wrong"
+    yield Check(name="versions", grade=grade, text=", ".join(f"{k} {v}" for k, v in found.items()))
+    try:
+        clash = version("etcd3")
+    except PackageNotFoundError:
+        return
+    yield Check(name="versions", grade="wrong", text=f"etcd3 {clash} is installed beside cslab-etcd3", todo="pip uninstall etcd3")
+
+
+def _mib(n: float) -> str:
+    return f"{n / (1 << 20):,.1f} MiB"
