@@ -39,6 +39,7 @@ class KeyValueLog(BesideRecords):
 
     def __init__(self, job: str, kv: KeyValue, *, url: str, prefix: str = "", timeout: float) -> None:
         super().__init__(job, kv, url=url, prefix=prefix, timeout=timeout)
+        self._seen = ("", -1)  # identity and tail as this handle last saw them; a guess that each read checks
         self._watches: list[TailWatch] = []
 
     # ------------------------------------------------------------------ identity, tail, entries
@@ -48,24 +49,35 @@ class KeyValueLog(BesideRecords):
         return self._identity(self._deadline(timeout))
 
     def tail(self, *, timeout: float | None = None) -> Entry | None:
-        """See :class:`ftckpt.ports.CommitLog`."""
-
-        def newest(log: str) -> list[Operation]:
-            return [Get(self._keys.tail), Range(*span(self._keys.of("entries", log)), limit=1, newest_first=True)]
-
-        log, results = self._read(newest, self._deadline(timeout))
-        if not log:
-            return None
-        tail, entries = results
-        index = _number(tail[0].value.decode(errors="replace")) if tail else None
-        if index is None:
-            raise Damaged(f"the tail of the commit log of job {self.job!r} cannot be read", todo=_REBUILD)
-        found = index_of(entries[0]) if entries else -1
-        if found != index:
-            raise Damaged(
-                f"the commit log of job {self.job!r} says that its tail is #{index}, but its last entry is #{found}", todo=_REBUILD
+        """See :class:`ftckpt.ports.CommitLog`. One transaction if the tail is where this handle last saw it, else two."""
+        deadline = self._deadline(timeout)
+        log, index = self._seen
+        while True:
+            outcome = self._kv.transact(
+                [Equals(self._keys.uuid, log.encode()), Equals(self._keys.tail, index_bytes(index))],
+                [Get(self._keys.of("entries", log, index))],
+                [Get(self._keys.uuid), Get(self._keys.tail)],
+                deadline=deadline,
+                effect="read",
             )
-        return decode_entry(entries[0].value, index, log) if entries else None
+            if outcome.done:
+                self._log, self._seen = log, (log, index)
+                return self._tail_entry(outcome, index, log)
+            log, text = outcome.text(0), outcome.text(1)
+            if not log:
+                self._log = ""
+                return None
+            number = _number(text)
+            if number is None or number < -1:
+                raise Damaged(f"the tail of the commit log of job {self.job!r} cannot be read: {text!r}", todo=_REBUILD)
+            index = number
+
+    def _tail_entry(self, outcome: Outcome, index: int, log: str) -> Entry | None:
+        if index == -1:
+            return None
+        if not outcome.results[0]:
+            raise Damaged(f"the commit log of job {self.job!r} says that its tail is #{index}, but has no such entry", todo=_REBUILD)
+        return decode_entry(outcome.results[0][0].value, index, log)
 
     def entry(self, index: int, *, timeout: float | None = None) -> Entry:
         """See :class:`ftckpt.ports.CommitLog`."""
@@ -155,7 +167,7 @@ class KeyValueLog(BesideRecords):
         outcome = self._kv.transact(compares, puts, [Get(self._keys.uuid), Get(self._keys.tail)], deadline=deadline, effect="once")
         if not outcome.done:
             raise self._moved(log, expect_tail, outcome, "nothing was appended")
-        self._log = log
+        self._log, self._seen = log, (log, stored.index)
         return stored
 
     def withdraw(self, index: int, *, expect_tail: int, timeout: float | None = None) -> None:

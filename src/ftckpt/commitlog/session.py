@@ -13,7 +13,7 @@ Keys, below ``/ftckpt/v1/<job>/`` (with the user's prefix before it):
     secret                            of the job
 
 What belongs to one log is below its identity, so that a rebuilt log can be written beside the old one and takes its place
-in a single transaction. ``entries`` holds nothing behind the tail, which is never withdrawn: its last key is the tail.
+in a single transaction.
 """
 
 from __future__ import annotations

@@ -1,0 +1,300 @@
+"""Real etcd processes on loopback for tests: start, pause, kill, restart, compact; each is ended by its own pid, also when the test dies."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ftckpt.errors import DeadlineExceeded
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded between fork and exec
+
+
+def have_etcd() -> bool:
+    """Whether there is an etcd to start."""
+    return shutil.which("etcd") is not None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nothing listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class EtcdServer:
+    """One etcd member. ``with`` starts it, waits until it is healthy, and ends it.
+
+    The thread that starts it must outlive it: the kernel ends it with that thread.
+
+    Args:
+        name: the member's name.
+        options: further options, for example ``("--enable-v2",)`` or ``("--quota-backend-bytes=4194304",)``.
+        cluster: ``--initial-cluster`` of several members; itself alone when left out.
+        ports: client and peer port; free ones when left out.
+        tls: certificate, key and CA file: serve TLS and ask for client certificates of that CA.
+        directory: data directory; a temporary one, removed at the end, when left out.
+        fsync: whether etcd syncs its log to disk.
+    """
+
+    def __init__(
+        self,
+        name: str = "m0",
+        *,
+        options: Sequence[str] = (),
+        cluster: str | None = None,
+        ports: tuple[int, int] | None = None,
+        tls: tuple[str, str, str] | None = None,
+        directory: Path | None = None,
+        fsync: bool = True,
+    ) -> None:
+        self.name = name
+        self.options = tuple(options)
+        self.cluster = cluster
+        self.ports = ports
+        self.tls = tls
+        self.fsync = fsync
+        self._directory = directory
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """``host:port`` for clients."""
+        return f"127.0.0.1:{self._ports()[0]}"
+
+    @property
+    def url(self) -> str:
+        """A log URL."""
+        return f"{'etcds' if self.tls else 'etcd'}://{self.endpoint}"
+
+    @property
+    def pid(self) -> int:
+        """The process; 0 when it is not running."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else 0
+
+    @property
+    def output(self) -> str:
+        """What it has written so far."""
+        return (self._data().parent / f"{self.name}.log").read_text(errors="replace")
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process, on the data that is there; does not wait."""
+        client, peer = self._ports()
+        scheme = "https" if self.tls else "http"
+        data = self._data()
+        command = [
+            "etcd",
+            f"--name={self.name}",
+            f"--data-dir={data}",
+            f"--listen-client-urls={scheme}://127.0.0.1:{client}",
+            f"--advertise-client-urls={scheme}://127.0.0.1:{client}",
+            f"--listen-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-cluster={self.cluster or f'{self.name}=http://127.0.0.1:{peer}'}",
+            "--heartbeat-interval=50",
+            "--election-timeout=500",
+            "--logger=zap",
+            "--log-level=warn",
+            *(() if self.fsync else ("--unsafe-no-fsync",)),
+            *self.options,
+        ]
+        if self.tls:
+            cert, key, ca = self.tls
+            command += [f"--cert-file={cert}", f"--key-file={key}", f"--trusted-ca-file={ca}", "--client-cert-auth"]
+        with open(data.parent / f"{self.name}.log", "ab") as output:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_die_with_parent)
+
+    def wait_healthy(self, seconds: float = 20.0) -> None:
+        """Wait until it serves linearizable reads.
+
+        Raises:
+            DeadlineExceeded: it does not within that time; with the end of its output.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._process is None or self._process.poll() is not None:
+                break
+            if self.healthy():
+                return
+            time.sleep(0.05)
+        raise DeadlineExceeded(f"etcd {self.name} is not healthy: {self.output[-2000:]}")
+
+    def healthy(self) -> bool:
+        """Whether it serves linearizable reads; with TLS, whether its port is open."""
+        if self.tls:
+            with socket.socket() as probe:
+                probe.settimeout(0.5)
+                return probe.connect_ex(("127.0.0.1", self._ports()[0])) == 0
+        try:
+            return bool(self.post("/v3/kv/range", {"key": "AA=="}, timeout=0.5))
+        except OSError:
+            return False
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self._running().send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._running().send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end; the data stay."""
+        process = self._running()
+        process.kill()
+        process.wait(10)
+
+    def restart(self) -> None:
+        """Start again on the same data and ports, and wait until healthy."""
+        if self.pid:
+            self.kill()
+        self.start()
+        self.wait_healthy()
+
+    def stop(self) -> None:
+        """End the process, whatever its state, and remove temporary data."""
+        if self.pid:
+            self.kill()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def compact(self) -> int:
+        """Compact everything up to the present revision, physically; that revision."""
+        revision = int(self.post("/v3/kv/range", {"key": "AA=="})["header"]["revision"])
+        self.post("/v3/kv/compaction", {"revision": revision, "physical": True})
+        return revision
+
+    def is_leader(self) -> bool:
+        """Whether it is its cluster's leader."""
+        status = self.post("/v3/maintenance/status", {})
+        return str(status.get("leader")) == str(status["header"]["member_id"])
+
+    def post(self, path: str, body: dict[str, Any], *, timeout: float = 5.0) -> dict[str, Any]:
+        """Ask etcd's JSON gateway (not with TLS). Raises OSError."""
+        request = urllib.request.Request(f"http://{self.endpoint}{path}", json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                decoded: dict[str, Any] = json.load(answer)
+                return decoded
+        except urllib.error.HTTPError as error:
+            with error:
+                raise OSError(error.read().decode(errors="replace")) from error
+
+    def _ports(self) -> tuple[int, int]:
+        if self.ports is None:
+            client, peer = free_ports(2)
+            self.ports = (client, peer)
+        return self.ports
+
+    def _data(self) -> Path:
+        if self._directory is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="ftckpt-etcd-")
+            self._directory = Path(self._temporary.name) / self.name
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._directory
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or not self.pid:
+            raise DeadlineExceeded(f"etcd {self.name} is not running")
+        return self._process
+
+
+class EtcdCluster:
+    """Several members of one etcd cluster. ``with`` starts them all and waits for them.
+
+    Args:
+        members: how many.
+        options: for each member, as for :class:`EtcdServer`.
+        fsync: whether they sync their logs to disk.
+    """
+
+    def __init__(self, members: int = 3, *, options: Sequence[str] = (), fsync: bool = True) -> None:
+        ports = free_ports(2 * members)
+        names = [f"m{i}" for i in range(members)]
+        cluster = ",".join(f"{name}=http://127.0.0.1:{ports[2 * i + 1]}" for i, name in enumerate(names))
+        self.members = [
+            EtcdServer(name, options=options, cluster=cluster, ports=(ports[2 * i], ports[2 * i + 1]), fsync=fsync)
+            for i, name in enumerate(names)
+        ]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """``host:port`` of each member."""
+        return tuple(member.endpoint for member in self.members)
+
+    @property
+    def url(self) -> str:
+        """A log URL with all members."""
+        return f"etcd://{','.join(self.endpoints)}"
+
+    def __enter__(self) -> Self:
+        try:
+            for member in self.members:
+                member.start()
+            for member in self.members:
+                member.wait_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End all members."""
+        for member in self.members:
+            member.stop()
+
+    def leader(self, seconds: float = 10.0) -> EtcdServer:
+        """The member that leads at present.
+
+        Raises:
+            DeadlineExceeded: there is none within that time.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for member in self.members:
+                try:
+                    if member.pid and member.is_leader():
+                        return member
+                except OSError:
+                    continue
+            time.sleep(0.05)
+        raise DeadlineExceeded(f"no leader among {', '.join(self.endpoints)}")
