@@ -9,7 +9,8 @@ import os
 import stat
 from functools import cache
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
@@ -19,6 +20,9 @@ from ftckpt.errors import ConfigError, NotFound, StoreError
 from ftckpt.format.manifest import decode, encode
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import BlobStore, CommitLog
+
+if TYPE_CHECKING:
+    from ftckpt.commitlog.memory import MemoryStore as LogMemory
 
 STORE_SCHEMES = ("file", "memory")
 LOG_SCHEMES = ("sqlite", "etcd", "etcds", "memory")
@@ -96,10 +100,11 @@ def _memory_store(name: str) -> BlobStore:
 
 
 @cache
-def _memory_log(name: str, job: str) -> CommitLog:
-    from ftckpt.commitlog.memory import MemoryLog
+def _memory_log_store(name: str) -> LogMemory:
+    """What all handles of one ``memory://<name>`` log share, for as long as the process lives."""
+    from ftckpt.commitlog.memory import MemoryStore as LogMemory
 
-    return MemoryLog(job)
+    return LogMemory()
 
 
 def _check_directory(path: Path, create: bool, write: bool) -> None:
@@ -183,10 +188,15 @@ def open_log(log: str | None, *, job: str, root_url: str, timeout: float = LOG_T
 
         return SqliteLog(Path(unquote(url.removeprefix("sqlite://"))), job, timeout=timeout)
     if scheme == "memory":
-        return _memory_log(urlsplit(url).netloc, job)
-    from ftckpt.commitlog.etcd import EtcdLog
+        from ftckpt.commitlog.memory import MemoryLog
 
-    return EtcdLog(url, job, timeout=timeout)
+        return MemoryLog(job, _memory_log_store(urlsplit(url).netloc), timeout=timeout)
+    from ftckpt.commitlog.etcd import EtcdLog, parse_url
+
+    told = msgspec.structs.asdict(parse_url(url))
+    if "timeout" not in parse_qs(urlsplit(url).query):
+        told["timeout"] = timeout
+    return EtcdLog(told.pop("endpoints"), job, **told)
 
 
 # ---------------------------------------------------------------- whose root it is

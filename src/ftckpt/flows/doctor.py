@@ -17,18 +17,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 from urllib.error import HTTPError
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
 from ftckpt import wiring
+from ftckpt.commitlog.etcd_url import EtcdTarget, parse_url
 from ftckpt.config import Launch, Settings
 from ftckpt.errors import FtckptError
 from ftckpt.flows.inspect import all_entries
 from ftckpt.link.budget import available_memory
 
 Grade = Literal["ok", "note", "wrong"]
-ETCD_PORT = 2379
 LOW_SPACE = 3  # generations that should still fit
 NEAR_QUOTA = 0.8
 
@@ -159,11 +159,10 @@ def _log(settings: Settings) -> tuple[list[Check], int]:
 
 def _etcd(settings: Settings) -> Iterator[Check]:
     """Each member's version, v2 API and quota, over its own HTTP."""
-    url = urlsplit(settings.log)
-    scheme = "https" if url.scheme == "etcds" else "http"
-    context = _tls(parse_qs(url.query)) if scheme == "https" else None
-    for host in filter(None, (h.strip() for h in url.netloc.rpartition("@")[2].split(","))):
-        base = f"{scheme}://{host if host.rpartition(':')[2].isdigit() else f'{host}:{ETCD_PORT}'}"
+    target = parse_url(settings.log)
+    context = _tls(target) if target.secure else None
+    for host in target.endpoints:
+        base = f"{'https' if target.secure else 'http'}://{host}"
         try:
             said = json.loads(_get(f"{base}/version", settings.deadlines.log_s, context))
         except (OSError, ValueError) as e:
@@ -213,14 +212,10 @@ def _quota(host: str, base: str, timeout: float, context: ssl.SSLContext | None)
         yield Check(name=name, grade="ok", text=text)
 
 
-def _tls(query: dict[str, list[str]]) -> ssl.SSLContext:
-    def one(*names: str) -> str | None:
-        return next((query[n][0] for n in names if query.get(n)), None)
-
-    context = ssl.create_default_context(cafile=one("ca", "cacert", "ca_cert"))
-    cert = one("cert", "cert_cert", "client_cert")
-    if cert is not None:
-        context.load_cert_chain(cert, one("key", "cert_key", "client_key"))
+def _tls(target: EtcdTarget) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=target.ca)
+    if target.cert is not None:
+        context.load_cert_chain(target.cert, target.key)
     return context
 
 
