@@ -178,6 +178,8 @@ def _start(config: AgentConfig, paths: Paths, end: float) -> None:
     ready_r, ready_w = os.pipe2(os.O_CLOEXEC)
     try:
         os.write(config_w, msgspec.json.encode(config))  # far below a pipe's size
+        os.close(config_w)
+        config_w = -1
         with paths.output.open(begin) as output:
             os.chmod(output.fileno(), 0o600)
             child = subprocess.Popen(

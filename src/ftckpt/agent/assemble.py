@@ -1,0 +1,188 @@
+"""Puts a generation together from what all ranks left in the store, manifest last; other ranks follow what came of it.
+
+Waits by looking at the store, each wait bounded; uses no process group and no log, so that a dead rank or a dead log can
+only delay. Must not commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+from ftckpt.agent import outcome
+from ftckpt.agent.cursors import Cursors
+from ftckpt.agent.desk import Desk
+from ftckpt.agent.jobs import Candidate, Job, Outcome, Written
+from ftckpt.domain.ledger import own_entry
+from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed
+from ftckpt.format.leaves import decode_leaves, encode_leaves, merge_leaves
+from ftckpt.format.manifest import LEAVES, MANIFEST, RECEIPTS, FileInfo, Manifest, Receipt, decode, encode, sha256
+from ftckpt.link.handles import error_from
+from ftckpt.ports import BlobStore, CommitLog
+
+logger = logging.getLogger("ftckpt.agent")
+
+_SLOWEST_POLL_S = 2.0
+_LOG_POLL_S = 5.0  # another rank looks into the log itself only when rank 0's word is this late
+_AFTER_RECEIPTS_S = 30.0  # what putting together may take besides waiting
+
+
+class Poll:
+    """Sleeps that double from ``first_s`` to two seconds, up to a deadline or the agent's end."""
+
+    def __init__(self, desk: Desk, first_s: float, deadline: float) -> None:
+        self._desk, self._next, self.deadline = desk, first_s, deadline
+
+    def more(self) -> bool:
+        """Sleep once; whether there is time left to look again."""
+        left = self.deadline - time.monotonic()
+        if left <= 0 or self._desk.stopping.wait(min(self._next, left)):
+            return False
+        self._next = min(self._next * 2, _SLOWEST_POLL_S)
+        return True
+
+
+class Assemble:
+    """The work of the thread ``assemble``.
+
+    Args:
+        names: replica names by member id, as far as known.
+        durable: called with a generation that is durable and waits for its record.
+        abandoned: called with an attempt of rank 0 that will never be committed.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        log: CommitLog,
+        desk: Desk,
+        names: Callable[[], dict[int, str]],
+        durable: Callable[[Candidate], None],
+        abandoned: Callable[[Job], None],
+    ) -> None:
+        self._store, self._log, self._desk, self._names = store, log, desk, names
+        self._durable, self._abandoned = durable, abandoned
+
+    def __call__(self, written: Written) -> None:
+        job = written.job
+        if job.config.rank != 0:
+            self._follow(written)
+            return
+        try:
+            if written.error is not None:
+                raise error_from(*written.error)
+            self._durable(self._assemble(job))
+        except FtckptError as e:
+            logger.error("generation %s failed: %s", job.name, e)
+            failed = outcome.failure(e)
+            outcome.tell(self._store, job, failed)
+            outcome.report(self._desk, job, failed)
+            self._abandoned(job)
+
+    # ------------------------------------------------------------ rank 0
+    def _assemble(self, job: Job) -> Candidate:
+        receipts = self._receipts(job)
+        cursors = Cursors(self._store, job, self._names())
+        poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.cursors_s)
+        while not cursors.look() and poll.more():
+            pass
+        documents = [decode_leaves(bytes(r.leaves), f"receipt of rank {r.rank}") for r in receipts if bytes(r.leaves) != b"{}"]
+        leaves = encode_leaves(merge_leaves(documents))
+        self._store.put(f"{job.directory}/{LEAVES}", leaves)
+        save, config = job.save, job.config
+        manifest = Manifest(
+            job=config.job,
+            log=self._desk.log_uuid,
+            known_tail=save.known_tail,
+            base=save.base,
+            step=save.trajectory.step,
+            trajectory=save.trajectory,
+            attempt=save.attempt,
+            writer=config.replica,
+            group_world_size=config.group_world_size,
+            shards=tuple(r.shard for r in receipts if r.shard is not None),
+            leaves=FileInfo(file=LEAVES, bytes=len(leaves), sha256=sha256(leaves)),
+            cursors=cursors.infos(),
+            participants=cursors.participants(),
+            counts=save.counts,
+            samples=save.samples,
+            batches_committed=save.batches_committed,
+            states=job.states,
+            metrics=save.metrics,
+            created=time.time(),
+            software={"ftckpt": version("ftckpt"), "python": platform.python_version()},
+        )
+        data = encode(manifest)
+        self._store.put(f"{job.directory}/{MANIFEST}", data)
+        return Candidate(job=job, manifest=sha256(data), bytes=manifest.payload_bytes, participants=manifest.participants)
+
+    def _receipts(self, job: Job) -> list[Receipt]:
+        """Receipts of all ranks in rank order; fails as soon as one tells of an error, or at the deadline, naming the ranks."""
+        world, found = job.config.group_world_size, dict[int, Receipt]()
+        poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.receipts_s)
+        while True:
+            there = set(self._store.listdir(f"{job.directory}/{RECEIPTS}"))
+            for rank in range(world):
+                name = f"r{rank:05d}.json"
+                if rank not in found and name in there:
+                    path = f"{job.directory}/{RECEIPTS}/{name}"
+                    found[rank] = decode(self._store.get(path), Receipt, path)
+                    if found[rank].error or found[rank].shard is None:
+                        raise SaveFailed(
+                            f"save of step {job.save.trajectory.step} failed on rank {rank} of {job.config.replica}: {found[rank].error}",
+                            now="nothing was committed; earlier generations are unchanged",
+                            todo=f"see the output of rank {rank}'s agent",
+                        )
+            if len(found) == world:
+                return [found[rank] for rank in range(world)]
+            if not poll.more():
+                missing = [rank for rank in range(world) if rank not in found]
+                raise SaveFailed(
+                    f"save of step {job.save.trajectory.step}: no shard from rank(s) {', '.join(map(str, missing))} of {job.config.replica}"
+                    f" within {job.config.receipts_s:g} s",
+                    now="nothing was committed; earlier generations are unchanged",
+                    todo="see these ranks' agents; raise receipts_s if they are only slow",
+                )
+
+    # ------------------------------------------------------------ other ranks
+    def _follow(self, written: Written) -> None:
+        """Wait until rank 0's agent has committed or abandoned the attempt."""
+        job, config = written.job, written.job.config
+        if written.error is not None:
+            outcome.report(self._desk, job, outcome.failure(error_from(*written.error)))
+            return
+        deadline = time.monotonic() + config.receipts_s + config.cursors_s + _AFTER_RECEIPTS_S
+        poll, durable_since = Poll(self._desk, config.poll_s, deadline), 0.0
+        while True:
+            try:
+                found = outcome.read(self._store, job)
+                if found is None and not durable_since and self._store.exists(f"{job.directory}/{MANIFEST}"):
+                    durable_since, poll.deadline = time.monotonic(), float("inf")  # only the record is missing: as long as the log is down
+                if found is None and durable_since and time.monotonic() - durable_since > _LOG_POLL_S:
+                    durable_since = time.monotonic()
+                    found = self._in_log(job)
+            except FtckptError as e:
+                found = outcome.failure(e)
+            if found is None and poll.more():
+                continue
+            outcome.report(self._desk, job, found or outcome.failure(_no_word(job, bool(durable_since))))
+            return
+
+    def _in_log(self, job: Job) -> Outcome | None:
+        try:
+            entry = own_entry(self._log.entries(after=job.save.known_tail), job.save.attempt)
+        except (LogError, Damaged) as e:
+            logger.info("log not read for %s: %s", job.name, e)
+            return None
+        return None if entry is None else Outcome(state="committed", entry=entry)
+
+
+def _no_word(job: Job, durable: bool) -> SaveFailed:
+    return SaveFailed(
+        f"save of step {job.save.trajectory.step}: rank 0's agent of {job.config.replica} did not say what became of it",
+        now="the generation is durable and not yet committed" if durable else "nothing was committed; this rank's shard is durable",
+        todo="see the output of rank 0's agent",
+    )

@@ -1,0 +1,114 @@
+"""What the agent's threads share: messages for the trainer, work in flight, the newest tail. Decides nothing, does no I/O."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.errors import FtckptError
+from ftckpt.link import messages as m
+
+_MAX_OUTBOX = 10_000
+
+
+class Desk:
+    """Thread-safe.
+
+    Args:
+        wake: makes the main thread look at the outbox.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.stopping = threading.Event()  # set: finish or leave work as it is, the process is about to end
+        self.crash = ""  # traceback of a thread that died
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._outbox: list[tuple[int, object]] = []
+        self._flight: set[tuple[int, int]] = set()
+        self._failed: dict[int, int] = {}
+        self._tail: Entry | None = None
+        self._log = ""
+
+    # ------------------------------------------------------------ to the trainer
+    def post(self, session: int, message: object) -> None:
+        """Queue a message for a session's trainer (0: whoever is attached)."""
+        with self._lock:
+            if len(self._outbox) < _MAX_OUTBOX:
+                self._outbox.append((session, message))
+        self._wake()
+
+    def warn(self, kind: str, text: str) -> None:
+        """Tell the user something that does not stop training."""
+        self.post(0, m.Warned(kind=kind, text=text))
+
+    def take(self) -> list[tuple[int, object]]:
+        """All queued messages, with their sessions."""
+        with self._lock:
+            taken, self._outbox = self._outbox, []
+        return taken
+
+    # ------------------------------------------------------------ saves in flight
+    def begin(self, session: int, ordinal: int) -> None:
+        """A save has come in."""
+        with self._lock:
+            self._flight.add((session, ordinal))
+
+    def end(self, session: int, ordinal: int, message: m.Committed | m.Dropped | m.Failed) -> None:
+        """A save has come to its end; each ends once."""
+        with self._lock:
+            if (session, ordinal) not in self._flight:
+                return
+            self._flight.discard((session, ordinal))
+            if isinstance(message, m.Failed):
+                self._failed[session] = self._failed.get(session, 0) + 1
+        self.post(session, message)
+
+    def fail(self, session: int, ordinal: int, error: FtckptError) -> None:
+        """A save has failed."""
+        self.end(session, ordinal, m.Failed(ordinal=ordinal, error=type(error).__name__, what=error.what, now=error.now, todo=error.todo))
+
+    def flight(self) -> set[tuple[int, int]]:
+        """(session, ordinal) of saves in flight."""
+        with self._lock:
+            return set(self._flight)
+
+    def failed(self, session: int) -> int:
+        """Saves of a session that have failed."""
+        with self._lock:
+            return self._failed.get(session, 0)
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether any save of any session has failed."""
+        with self._lock:
+            return any(self._failed.values())
+
+    # ------------------------------------------------------------ the log, as known
+    @property
+    def tail(self) -> Entry | None:
+        """The newest entry known; never goes back within one log."""
+        return self._tail
+
+    @property
+    def log_uuid(self) -> str:
+        """The log's identity, once known."""
+        return self._log
+
+    def know_log(self, uuid: str) -> None:
+        """Remember the log's identity."""
+        with self._lock:
+            self._log = self._log or uuid
+
+    def new_log(self, uuid: str) -> None:
+        """The log was rebuilt under a new identity: its tail is to be learned anew."""
+        with self._lock:
+            self._tail, self._log = None, uuid
+
+    def see_tail(self, entry: Entry) -> None:
+        """An entry was read or written; the trainer is told if it is newer than any before."""
+        with self._lock:
+            if self._tail is not None and (entry.log != self._tail.log or entry.index <= self._tail.index):
+                return
+            self._tail, self._log = entry, entry.log
+        self.post(0, m.Tail(entry=entry))

@@ -1,0 +1,74 @@
+"""Values that pass from one of the agent's threads to the next, and the small files that ranks leave for each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ftckpt.domain.ledger import Entry, Participant
+from ftckpt.domain.names import GenerationName, generation_dir
+from ftckpt.format.manifest import ShardInfo, StateInfo
+from ftckpt.format.table import TensorTable
+from ftckpt.link.config import AgentConfig
+from ftckpt.link.messages import Save
+
+OUTCOME = "outcome.json"  # beside the manifest: what became of it, for the other ranks; a hint, the log decides
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One save of one session."""
+
+    session: int
+    config: AgentConfig
+    save: Save
+    table: TensorTable
+    states: dict[str, StateInfo]
+    received: float
+
+    @property
+    def name(self) -> str:
+        """The generation's directory name."""
+        t = self.save.trajectory
+        return str(GenerationName(t.step, t.h[:8], self.save.attempt))
+
+    @property
+    def directory(self) -> str:
+        """The generation's directory in the store."""
+        return generation_dir(self.config.job, self.name)
+
+    def light(self) -> Job:
+        """The same without what only persisting needs."""
+        return msgspec.structs.replace(self, save=msgspec.structs.replace(self.save, leaves=b"", cursor=b""))
+
+
+class Written(msgspec.Struct, frozen=True):
+    """How persisting one rank's part ended."""
+
+    job: Job
+    shard: ShardInfo | None
+    error: tuple[str, str, str, str] | None = None  # class, what, now, todo
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable generation that waits for its record; its trajectory is read from the manifest when its turn comes."""
+
+    job: Job
+    manifest: str
+    bytes: int
+    participants: tuple[Participant, ...]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """``outcome.json`` and ``abandoned.json``: what became of an attempt.
+
+    Args:
+        state: "committed", "dropped" (superseded) or "failed".
+        error: class name, what, now, todo of a failure.
+    """
+
+    version: int = 1
+    state: Literal["committed", "dropped", "failed"]
+    entry: Entry | None = None
+    reason: str = ""
+    error: tuple[str, str, str, str] = ("", "", "", "")

@@ -1,0 +1,54 @@
+"""How ranks tell each other what became of an attempt, through small files in its directory. Decides nothing."""
+
+from __future__ import annotations
+
+import logging
+
+from ftckpt.agent.desk import Desk
+from ftckpt.agent.jobs import OUTCOME, Job, Outcome
+from ftckpt.errors import FtckptError, NotFound
+from ftckpt.format.manifest import ABANDONED, decode, encode
+from ftckpt.link import messages as m
+from ftckpt.link.handles import error_from
+from ftckpt.ports import BlobStore
+
+logger = logging.getLogger("ftckpt.agent")
+
+
+def failure(error: FtckptError) -> Outcome:
+    """A failed attempt."""
+    return Outcome(state="failed", error=(type(error).__name__, error.what, error.now, error.todo))
+
+
+def tell(store: BlobStore, job: Job, outcome: Outcome) -> None:
+    """Leave the outcome for the other ranks; an attempt that will not be committed is marked as abandoned. Best effort."""
+    name = OUTCOME if outcome.state == "committed" else ABANDONED
+    if name == OUTCOME and job.config.group_world_size == 1:
+        return
+    try:
+        store.put(f"{job.directory}/{name}", encode(outcome), if_absent=True)
+    except FtckptError as e:
+        logger.warning("the outcome of %s could not be stored: %s", job.name, e)
+
+
+def read(store: BlobStore, job: Job) -> Outcome | None:
+    """The outcome that rank 0 has left, if any yet."""
+    for name in (OUTCOME, ABANDONED):
+        path = f"{job.directory}/{name}"
+        try:
+            return decode(store.get(path), Outcome, path)
+        except NotFound:
+            continue
+    return None
+
+
+def report(desk: Desk, job: Job, outcome: Outcome) -> None:
+    """Tell this rank's trainer."""
+    ordinal = job.save.ordinal
+    if outcome.state == "committed" and outcome.entry is not None:
+        desk.see_tail(outcome.entry)
+        desk.end(job.session, ordinal, m.Committed(ordinal=ordinal, entry=outcome.entry))
+    elif outcome.state == "dropped":
+        desk.end(job.session, ordinal, m.Dropped(ordinal=ordinal, reason=outcome.reason))
+    else:
+        desk.fail(job.session, ordinal, error_from(*outcome.error))

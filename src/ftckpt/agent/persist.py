@@ -1,0 +1,103 @@
+"""Makes one rank's part of a generation durable: intent, shard, cursor, receipt, in this order. Commits nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ftckpt.agent.desk import Desk
+from ftckpt.agent.jobs import Job, Written
+from ftckpt.agent.priority import Niced
+from ftckpt.agent.slots import Slots
+from ftckpt.domain.names import cursor_file, shard_file
+from ftckpt.errors import FtckptError, StoreError
+from ftckpt.format.manifest import CURSORS, INTENT, RECEIPTS, Intent, Receipt, ShardInfo, encode
+from ftckpt.format.shard import write_shard
+from ftckpt.link import messages as m
+from ftckpt.ports import BlobStore
+
+logger = logging.getLogger("ftckpt.agent")
+
+
+class Persist:
+    """The work of the thread ``persist``.
+
+    Args:
+        done: called with how it ended, before the slot is free.
+        queued: how many saves wait behind this one (then it is not slowed down).
+    """
+
+    def __init__(self, store: BlobStore, desk: Desk, slots: Slots, done: Callable[[Written], None], queued: Callable[[], int]) -> None:
+        self._store, self._desk, self._slots, self._done, self._queued = store, desk, slots, done, queued
+        self.niced = Niced()
+
+    def __call__(self, item: tuple[Job, memoryview]) -> None:
+        job, image = item
+        began = time.monotonic()
+        try:
+            written = Written(job.light(), self._write(job, image))
+        except FtckptError as e:
+            logger.error("step %d, attempt %s: %s", job.save.trajectory.step, job.save.attempt, e)
+            written = Written(job.light(), None, (type(e).__name__, e.what, e.now, e.todo))
+            self._tell_failure(job, e)
+        finally:
+            image.release()
+            self._slots.release(job.session, job.save.arena, job.save.slot)
+        if written.shard is not None:
+            seconds = time.monotonic() - began
+            self._desk.post(
+                job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=written.shard.bytes, seconds=seconds)
+            )
+        self._done(written)
+
+    def _write(self, job: Job, image: memoryview) -> ShardInfo:
+        config, save = job.config, job.save
+        if config.rank == 0:
+            self._claim(job)
+        found: list[ShardInfo] = []
+
+        def work() -> None:
+            path = f"{job.directory}/{shard_file(config.rank, config.group_world_size)}"
+            _, info = write_shard(self._store, path, config.rank, job.table, image, threads=config.persist_threads)
+            found.append(info)
+
+        self.niced.run(0 if self._queued() else config.nice, work)
+        if save.cursor:
+            self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", save.cursor)
+        receipt = Receipt(rank=config.rank, shard=found[0], leaves=msgspec.Raw(save.leaves or b"{}"))
+        self._store.put(receipt_path(job, config.rank), encode(receipt))
+        return found[0]
+
+    def _claim(self, job: Job) -> None:
+        """Say whose attempt this is; an attempt's name is never used twice."""
+        config, t = job.config, job.save.trajectory
+        intent = Intent(
+            job=config.job,
+            step=t.step,
+            trajectory=t.h,
+            attempt=job.save.attempt,
+            writer=config.replica,
+            incarnation=config.incarnation,
+            group_world_size=config.group_world_size,
+            created=time.time(),
+        )
+        if not self._store.put(f"{job.directory}/{INTENT}", encode(intent), if_absent=True):
+            raise StoreError(
+                f"attempt {job.name} exists already", now="it was not changed; this save was not stored", todo="give each save an attempt of its own"
+            )
+
+    def _tell_failure(self, job: Job, error: FtckptError) -> None:
+        """Leave a receipt with the error, so that the other ranks learn it by name."""
+        try:
+            receipt = Receipt(rank=job.config.rank, shard=None, error=f"{type(error).__name__}: {error.what}")
+            self._store.put(receipt_path(job, job.config.rank), encode(receipt))
+        except FtckptError as e:
+            logger.error("the failure of attempt %s could not be told to the other ranks: %s", job.name, e)
+
+
+def receipt_path(job: Job, rank: int) -> str:
+    """Where a rank's receipt is."""
+    return f"{job.directory}/{RECEIPTS}/r{rank:05d}.json"

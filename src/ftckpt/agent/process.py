@@ -1,0 +1,320 @@
+"""The agent's main thread: listens for a trainer, takes its messages, sends what the others have to say, decides when to end.
+
+Never blocks on store, log or peers: all such work is the pipeline's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ftckpt.agent.desk import Desk
+from ftckpt.agent.lifetime import Standing, decide
+from ftckpt.agent.pipeline import Pipeline
+from ftckpt.agent.session import Session
+from ftckpt.errors import AgentError, FtckptError
+from ftckpt.link import launch
+from ftckpt.link import messages as m
+from ftckpt.link.channel import Channel, ChannelClosed
+from ftckpt.link.config import AgentConfig
+from ftckpt.ports import BlobStore, CommitLog
+
+logger = logging.getLogger("ftckpt.agent")
+
+_TICK_S = 0.5
+_HELLO_S = 10.0
+_MAX_STRANGERS = 16
+_CLOSE_S = 10.0
+_Link = Channel[m.ToAgent]
+
+
+class Agent:
+    """One rank's agent; ``run`` returns the process's exit status.
+
+    Args:
+        journal: file of the cursor journal.
+    """
+
+    def __init__(self, config: AgentConfig, store: BlobStore, log: CommitLog, journal: Path) -> None:
+        self.config = config
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._desk = Desk(self._wake)
+        self._pipeline = Pipeline(config, store, log, self._desk, journal)
+        self._selector = selectors.DefaultSelector()
+        self._socket = launch.paths_of(config).socket
+        self._listener: socket.socket | None = None
+        self._session: Session | None = None
+        self._strangers: dict[_Link, float] = {}
+        self._sessions = 0
+        self._gone_since = time.monotonic()
+        self._bye = False
+        self._terminated: float | None = None
+
+    def run(self, ready: Callable[[], None]) -> int:
+        """Serve trainers until there is nothing left to do.
+
+        Args:
+            ready: called once the socket is there.
+        """
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        for ignored in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        self._selector.register(self._wake_r, selectors.EVENT_READ, self._drain_wakeups)
+        self._pipeline.start()
+        self._pipeline.server.tried.wait(self.config.log_timeout_s + 1.0)
+        self._listen()
+        self._gone_since = time.monotonic() + self.config.start_timeout_s  # whoever started it has this long to come
+        ready()
+        logger.info("agent of %s/%s rank %d: pid %d, %s", self.config.job, self.config.replica, self.config.rank, os.getpid(), self._pipeline.server.url)
+        while not self._desk.crash:
+            self._turn()
+            step = decide(time.monotonic(), self._standing(), self.config)
+            if step == "exit":
+                break
+            if step == "give up" and not self._desk.stopping.is_set():
+                logger.warning("giving up what hangs: %s", sorted(self._desk.flight()))
+                self._desk.stopping.set()
+        return self._leave()
+
+    # ------------------------------------------------------------ one turn
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_TICK_S if not (self._session and self._session.draining) else 0.02):
+            key.data()
+        for session, message in self._desk.take():
+            self._forward(session, message)
+        for stranger, since in list(self._strangers.items()):
+            if time.monotonic() - since > _HELLO_S:
+                self._forget(stranger)
+        if self._session is not None:
+            with self._ends_session():
+                self._session.answer_drains()
+                self._flush()
+
+    def _forward(self, session: int, message: object) -> None:
+        current = self._session
+        if current is not None and message is not None and session in (0, current.number):
+            with self._ends_session():
+                current.channel.post(message)
+
+    def _flush(self) -> None:
+        if self._session is not None:
+            left = self._session.channel.flush()
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if left else 0)
+            if self._selector.get_key(self._session.channel).events != events:
+                self._selector.modify(self._session.channel, events, self._on_trainer)
+
+    # ------------------------------------------------------------ connections
+    def _listen(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._socket.unlink(missing_ok=True)  # of an agent that was killed: this one holds the lock for life
+        with launch.address(self._socket) as name:
+            listener.bind(name)
+        os.chmod(self._socket, 0o600)
+        listener.listen(8)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._on_connection)
+
+    def _on_connection(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as e:
+            logger.warning("accept: %s", e)
+            return
+        pid, uid, _ = launch.peer(sock)
+        if uid != os.geteuid() or len(self._strangers) >= _MAX_STRANGERS:
+            logger.warning("connection of pid %d, uid %d refused", pid, uid)
+            sock.close()
+            return
+        channel: _Link = Channel(sock, m.ToAgent, f"trainer (pid {pid})")
+        self._strangers[channel] = time.monotonic()
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel, pid))
+
+    def _on_stranger(self, channel: _Link, pid: int) -> None:
+        """The first message of a connection must be Hello; what follows it at once is the new session's."""
+        try:
+            messages = channel.drain_input()
+        except AgentError as e:
+            logger.warning("before Hello: %s", e)
+            self._forget(channel)
+            return
+        if not messages:
+            return
+        hello = messages[0]
+        try:
+            config = self._check(hello)
+        except FtckptError as e:
+            logger.warning("trainer (pid %d) refused: %s", pid, e)
+            with contextlib.suppress(AgentError):
+                channel.post(m.Warned(kind="refused", text=e.what))
+                channel.flush()
+            self._forget(channel)
+            return
+        self._forget(channel, close=False)
+        self._adopt(channel, pid, config, messages[1:])
+
+    def _check(self, hello: m.ToAgent) -> AgentConfig:
+        if not isinstance(hello, m.Hello):
+            raise AgentError(f"the first message was {type(hello).__name__}, not Hello")
+        if hello.version != m.LINK_VERSION:
+            raise AgentError(f"trainer speaks link version {hello.version}, this agent {m.LINK_VERSION}")
+        try:
+            config = msgspec.msgpack.decode(hello.config, type=AgentConfig) if hello.config else self.config
+        except msgspec.DecodeError as e:
+            raise AgentError(f"the trainer's configuration cannot be read: {e}") from e
+        config = msgspec.structs.replace(config, group_world_size=hello.group_world_size, incarnation=hello.incarnation).check()
+        if config.key != self.config.key or (hello.job, hello.replica, hello.rank) != (config.job, config.replica, config.rank):
+            raise AgentError(f"this agent is for {self.config.job}/{self.config.replica} rank {self.config.rank} at {self.config.root}")
+        return config
+
+    def _adopt(self, channel: _Link, pid: int, config: AgentConfig, more: list[m.ToAgent]) -> None:
+        """A trainer is attached; one that was attached before is let go: whatever it had sent counts, nothing later does."""
+        reattached = self._sessions > 0
+        if self._session is not None:
+            self._replace()
+        self._sessions += 1
+        self.config, self._bye = config, False
+        session = Session(self._sessions, channel, pid, _pidfd(pid), config, self._pipeline)
+        self._session = session
+        self._pipeline.registry.configure(config)
+        self._selector.register(channel, selectors.EVENT_READ, self._on_trainer)
+        if session.pidfd >= 0:
+            self._selector.register(session.pidfd, selectors.EVENT_READ, self._on_death)
+        logger.info("trainer pid %d attached, incarnation %s", pid, config.incarnation)
+        with self._ends_session():
+            channel.post(
+                m.Welcome(pid=os.getpid(), url=self._pipeline.server.url, reattached=reattached, tail=self._desk.tail, log=self._desk.log_uuid)
+            )
+            for message in more:
+                session.handle(message)
+            self._flush()
+
+    def _on_trainer(self) -> None:
+        session = self._session
+        if session is None:
+            return
+        with self._ends_session():
+            for message in session.channel.drain_input():
+                session.handle(message)
+            self._flush()
+
+    def _on_death(self) -> None:
+        """The trainer's process has ended; forked children may hold its socket open, so its end is not waited for."""
+        if self._session is not None:
+            self._read_out(self._session)
+            self._let_go("its process has ended")
+
+    def _replace(self) -> None:
+        session = self._session
+        if session is not None:
+            self._read_out(session)
+        if self._session is not None:
+            with contextlib.suppress(AgentError):
+                self._session.channel.post(m.Warned(kind="replaced", text=f"another trainer took over rank {self.config.rank} of {self.config.replica}"))
+                self._session.channel.flush()
+            self._let_go("another trainer has attached")
+
+    def _read_out(self, session: Session) -> None:
+        """Take what a trainer had sent whole."""
+        with self._ends_session():
+            while self._session is session and (messages := session.channel.drain_input()):
+                for message in messages:
+                    session.handle(message)
+
+    @contextlib.contextmanager
+    def _ends_session(self) -> Iterator[None]:
+        """Errors of the current trainer's connection end its session, never the agent."""
+        try:
+            yield
+        except ChannelClosed as e:
+            self._let_go(e.what)
+        except FtckptError as e:
+            logger.error("trainer refused: %s", e)
+            if self._session is not None:
+                with contextlib.suppress(AgentError):
+                    self._session.channel.post(m.Warned(kind="refused", text=e.what))
+                    self._session.channel.flush()
+            self._let_go(e.what)
+
+    def _let_go(self, reason: str) -> None:
+        """The current session ends; its work goes on."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        logger.info("trainer pid %d is gone: %s%s", session.pid, reason, ", in order" if session.bye else "")
+        self._gone_since, self._bye = time.monotonic(), session.bye
+        self._selector.unregister(session.channel)
+        session.channel.close()
+        if session.pidfd >= 0:
+            self._selector.unregister(session.pidfd)
+            os.close(session.pidfd)
+        self._pipeline.slots.leave(session.number)
+        self._pipeline.registry.left()
+        if session.bye:
+            self._pipeline.supersede(0)
+
+    def _forget(self, channel: _Link, *, close: bool = True) -> None:
+        self._strangers.pop(channel, None)
+        self._selector.unregister(channel)
+        if close:
+            channel.close()
+
+    # ------------------------------------------------------------ signals, ends
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_w, b"\0")
+
+    def _drain_wakeups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 65536)
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._terminated = self._terminated or time.monotonic()
+
+    def _standing(self) -> Standing:
+        pipeline = self._pipeline
+        return Standing(
+            attached=self._session is not None or bool(self._strangers),
+            gone_since=self._gone_since,
+            bye=self._bye,
+            working=pipeline.working,
+            offering=bool(pipeline.offers.unplaced),
+            serving=bool(pipeline.slots.held() or pipeline.server.published),
+            terminated=self._terminated,
+        )
+
+    def _leave(self) -> int:
+        """Stop listening first, so that a new trainer starts a new agent, which waits for this one's lock."""
+        self._socket.unlink(missing_ok=True)
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+        left = self._desk.flight()
+        self._let_go("the agent ends")
+        self._pipeline.close(_CLOSE_S)
+        if self._desk.crash:
+            logger.critical("the agent ends: %s", self._desk.crash)
+            return 70
+        if left:
+            logger.error("saves left unfinished: %s", sorted(left))
+            return 1
+        logger.info("the agent ends: nothing left to do")
+        return 0
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return -1  # already dead, of another namespace, or no such call: the connection's end tells

@@ -1,0 +1,186 @@
+"""The group's line in the log, its watch of the tail, and its events. All best effort: an outage is a warning, once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from ftckpt.agent.desk import Desk
+from ftckpt.agent.tail import read_tail
+from ftckpt.agent.work import surfacing
+from ftckpt.domain.ledger import standing
+from ftckpt.domain.names import member_id
+from ftckpt.errors import FtckptError, LogRegressed
+from ftckpt.link import messages as m
+from ftckpt.link.config import AgentConfig
+from ftckpt.ports import CommitLog, Event, ReplicaInfo, Watch
+
+logger = logging.getLogger("ftckpt.agent")
+
+_MAX_EVENTS = 1000
+
+
+class Registry:
+    """The thread ``registry``. Rank 0 speaks for its group; other ranks only write events, and read nothing.
+
+    Args:
+        url: base URL that this agent serves at, "" while it does not.
+    """
+
+    def __init__(self, log: CommitLog, desk: Desk, config: AgentConfig, url: Callable[[], str]) -> None:
+        self._log, self._desk, self._config, self._url = log, desk, config, url
+        self._lock = threading.Condition()
+        self._events: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self._live: m.Live | None = None
+        self._fresh = False
+        self._names: dict[int, str] = {}
+        self._watch: Watch | None = None
+        self._announced = 0.0
+        self._first_tail = True
+        self._down = self._stop = self._leaving = False
+        self._warned_regress = self._stray = ""
+        self._thread = threading.Thread(target=self._run, name="registry", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def configure(self, config: AgentConfig) -> None:
+        """A (new) trainer is attached: its incarnation, nothing known of its state yet."""
+        with self._lock:
+            self._config, self._live, self._first_tail, self._stray = config, None, True, ""
+            self._lock.notify()
+
+    def live(self, message: m.Live) -> None:
+        """Where training stands."""
+        with self._lock:
+            changed = self._live is None or (self._live.state, self._live.detail) != (message.state, message.detail)
+            self._live, self._fresh = message, changed
+            if changed:
+                self._lock.notify()
+
+    def left(self) -> None:
+        """The trainer has gone: its line is not renewed any more."""
+        with self._lock:
+            self._live = None
+
+    def note(self, message: m.Note) -> None:
+        """Add an event; of more than 1000 unwritten ones the oldest are dropped."""
+        with self._lock:
+            self._events.append(Event(time=time.time(), replica=self._config.replica, kind=message.kind, text=message.text, detail=message.detail))
+            self._lock.notify()
+
+    def names(self) -> dict[int, str]:
+        """Replica names by member id, as last read."""
+        return dict(self._names)
+
+    def close(self, timeout: float) -> None:
+        """Write what is left, take the line away, and end the thread."""
+        with self._lock:
+            self._stop = True
+            self._lock.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    # ------------------------------------------------------------ inside
+    def _run(self) -> None:
+        with surfacing(self._desk):
+            while not self._stop:
+                self._turn()
+                with self._lock:
+                    if not self._stop and not (self._events and not self._down):
+                        self._lock.wait(min(self._config.tail_poll_s, self._config.registry_ttl_s / 3))
+            self._leave()
+
+    def _turn(self) -> None:
+        try:
+            if self._config.rank == 0:
+                self._look()
+                self._announce()
+            self._emit()
+            self._recovered()
+        except FtckptError as e:
+            self._failed(e)
+
+    def _look(self) -> None:
+        """Read the tail, begin to watch it, and judge where training stands."""
+        timeout = self._config.log_timeout_s
+        try:
+            tail = read_tail(self._log, self._desk, timeout=timeout)
+        except LogRegressed as e:
+            if self._warned_regress != e.what:
+                self._warned_regress = e.what
+                self._desk.warn("log", e.what)
+            return
+        with self._lock:
+            first, self._first_tail, live = self._first_tail, False, self._live
+        if first:
+            self._desk.post(0, m.Tail(entry=tail))
+        if self._watch is None:
+            self._watch = self._log.watch(self._desk.see_tail)
+        if live is not None and standing(tail, live.trajectory) == "diverged" and tail is not None:
+            reason = f"tail #{tail.index} (step {tail.step}, {tail.trajectory[:8]}) is not an ancestor of step {live.trajectory.step}"
+            if self._stray != reason:
+                self._stray = reason
+                self._desk.post(0, m.Stray(reason=reason))
+
+    def _announce(self) -> None:
+        with self._lock:
+            config, live, fresh = self._config, self._live, self._fresh
+            due = fresh or time.monotonic() - self._announced >= config.registry_ttl_s / 3
+            self._fresh = False
+        if live is None or not due:
+            return
+        url, agents = self._url(), str(live.detail.get("agents", ""))
+        info = ReplicaInfo(
+            replica=config.replica,
+            incarnation=config.incarnation,
+            state=live.state,
+            step=live.trajectory.step,
+            trajectory=live.trajectory.h,
+            agents=tuple(agents.split()) if agents else ((url,) if url else ()),
+            group_world_size=config.group_world_size,
+            time=time.time(),
+            detail={k: v for k, v in live.detail.items() if k != "agents"},
+        )
+        self._log.announce(info, ttl=config.registry_ttl_s, timeout=config.log_timeout_s)
+        self._announced = time.monotonic()
+        self._names = {**self._names, **{member_id(r.replica): r.replica for r in self._log.replicas(timeout=config.log_timeout_s)}}
+
+    def _emit(self) -> None:
+        while True:
+            with self._lock:
+                if not self._events:
+                    return
+                event = self._events[0]
+            self._log.emit(msgspec.structs.replace(event), timeout=self._config.log_timeout_s)
+            with self._lock:
+                if self._events and self._events[0] is event:
+                    self._events.popleft()
+
+    def _failed(self, error: FtckptError) -> None:
+        logger.warning("registry: %s", error)
+        if not self._down:
+            self._down = True
+            self._desk.warn("log", f"the commit log does not answer; training goes on: {error.what}")
+
+    def _recovered(self) -> None:
+        if self._down:
+            self._down = False
+            self._desk.warn("log", "the commit log answers again")
+
+    def _leave(self) -> None:
+        try:
+            if self._watch is not None:
+                self._watch.close()
+            if not self._down:
+                self._emit()
+                if self._config.rank == 0 and self._announced:
+                    self._log.retire(self._config.replica, self._config.incarnation, timeout=self._config.log_timeout_s)
+        except FtckptError as e:
+            logger.warning("registry, leaving: %s", e)

@@ -1,0 +1,38 @@
+"""Reads the log's tail against what is known of it: whether the log went back, or was rebuilt. Writes nothing."""
+
+from __future__ import annotations
+
+from ftckpt.agent.desk import Desk
+from ftckpt.domain.ledger import Entry, own_entry, regressed
+from ftckpt.errors import LogRegressed
+from ftckpt.ports import CommitLog
+
+
+def read_tail(log: CommitLog, desk: Desk, *, timeout: float, claimed: int = -1, claimed_log: str = "") -> Entry | None:
+    """The newest entry, by a linearizable read; remembered on the desk.
+
+    Args:
+        claimed: index of an entry of ``claimed_log`` that is known to have been there.
+        claimed_log: uuid ("": of whatever log this is).
+
+    Raises:
+        LogRegressed: the log shows less than was known, and is not one that was rebuilt with it.
+        LogError: the log did not answer.
+    """
+    uuid, tail, known = log.uuid(timeout=timeout), log.tail(timeout=timeout), desk.tail
+    if known is not None and uuid and known.log != uuid and own_entry(log.entries(timeout=timeout), known.attempt):
+        known = None
+        desk.new_log(uuid)
+    index = -1 if tail is None else tail.index
+    if regressed(known, tail, uuid) or (claimed > index and claimed_log in ("", uuid)):
+        newest = max(claimed, -1 if known is None else known.index)
+        raise LogRegressed(
+            f"the log's tail is {'empty' if tail is None else f'#{index} of log {uuid[:8]}'}, but #{newest} is known to have been there",
+            now="nothing was written to the log; generations are kept as they are",
+            todo="if the log was restored from a backup or lost: ftckpt log rebuild",
+        )
+    if uuid:
+        desk.know_log(uuid)
+    if tail is not None:
+        desk.see_tail(tail)
+    return tail
