@@ -60,7 +60,9 @@ def _encode_dataclass(value: Any, to: Encoder) -> dict[str, object]:
     names = [field.name for field in dataclasses.fields(cls)]
     extra = {*getattr(value, "__dict__", {}), *_slots(cls)} - set(names)
     if extra or not _is_bare(cls):
-        why = f"has more than its fields ({', '.join(sorted(extra))})" if extra else "derives from a builtin container or has its own __new__"
+        why = (
+            f"has more than its fields ({', '.join(sorted(extra))})" if extra else "derives from a builtin container or has its own __new__"
+        )
         raise to.refusal(f"is a {cls.__qualname__} that {why}")
     missing = [n for n in names if not hasattr(value, n)]
     if missing:

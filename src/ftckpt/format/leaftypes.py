@@ -23,7 +23,8 @@ from ftckpt.errors import Unstorable
 Decode = Callable[[object], object]
 Decoder = Callable[[Any, Decode, dict[str, Any]], object]  # content of the tag, decoder of children, whole node
 
-_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufcSU]\d+|[mM]8(?:\[\d*[A-Za-z]+\])?)")
+# long double is left out: its size and padding differ between machines
+_NUMPY_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|c8|c16|[SU]\d+|[mM]8(?:\[\d*[A-Za-z]+\])?)")
 _FACTORIES: dict[str, Callable[[], object] | None] = {
     "None": None,
     **{t.__name__: t for t in (bool, bytes, dict, float, int, list, set, str, tuple)},
@@ -69,7 +70,7 @@ def encode_other(value: object, to: Encoder) -> dict[str, object] | None:
         return encoder(value, to)
     numpy = sys.modules.get("numpy")  # whoever has a NumPy value has imported it
     if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
-        return _encode_numpy(value, isinstance(value, numpy.generic), to)
+        return _encode_numpy(value, to)
     return None
 
 
@@ -155,14 +156,18 @@ def _time(content: list[Any]) -> datetime.time:
 
 
 # ---------------------------------------------------------------- NumPy
-def _encode_numpy(value: Any, scalar: bool, to: Encoder) -> dict[str, object]:
-    dtype = value.dtype
-    if dtype.hasobject or dtype.fields is not None or not _NUMPY_DTYPE.fullmatch(dtype.str):
-        raise to.refusal(f"is a NumPy value of dtype {dtype}, which cannot be stored")
-    data = _b64(value.tobytes())
-    if scalar:
-        return {"$npscalar": [dtype.str, data]}
-    return {"$ndarray": [dtype.str, list(value.shape), data]}
+def _encode_numpy(value: Any, to: Encoder) -> dict[str, object]:
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.fields is not None or not _NUMPY_DTYPE.fullmatch(array.dtype.str):
+        raise to.refusal(f"is a NumPy value of dtype {array.dtype}, which cannot be stored")
+    data = _b64(array.tobytes())
+    if not isinstance(value, np.generic):
+        return {"$ndarray": [array.dtype.str, list(array.shape), data]}
+    if isinstance(value, np.character) and len(array[()]) != len(value):  # type: ignore[arg-type]
+        raise to.refusal("is a NumPy text that ends in NUL, which NumPy arrays do not keep")
+    return {"$npscalar": [array.dtype.str, data]}
 
 
 def _array(name: str, shape: list[int], data: bytes) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import stat
@@ -10,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ftckpt.errors import ConfigError, Damaged
+from ftckpt.errors import ConfigError, Damaged, NotFound
 from ftckpt.ports import BlobInfo
 from ftckpt.stores.localfiles import Draft, LocalReader, LocalWriter, occupied, once_more_if_stale, read_full
 from ftckpt.stores.paths import TRASH, check_path, hidden
@@ -153,7 +152,7 @@ class LocalStore:
         with mapped("remove", target, "it is still there"):
             try:
                 self.ops.unlink(target)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return
             self._sync_directory(os.path.dirname(target))
 
@@ -191,10 +190,13 @@ class LocalStore:
 
     def _open_to_read(self, target: str) -> int:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # the last, so that a FIFO cannot hold us
-        fd = once_more_if_stale(lambda: self.ops.open(target, flags))
+        try:
+            fd = once_more_if_stale(lambda: self.ops.open(target, flags))
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise NotFound(f"{target} does not exist") from e
         if not stat.S_ISREG(self.ops.fstat(fd).st_mode):
             self.ops.close(fd)
-            raise FileNotFoundError(errno.ENOENT, "not a regular file", target)
+            raise NotFound(f"{target} is no file")
         return fd
 
     def _prepare(self, directory: str) -> None:

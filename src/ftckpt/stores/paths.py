@@ -21,7 +21,12 @@ def check_path(path: str, *, empty: bool = False) -> str:
     if path == "" and empty:
         return path
     parts = path.split("/")
-    if any(p in ("", ".", "..") for p in parts) or "\0" in path or "\\" in path or any(len(p.encode(errors="replace")) > 255 for p in parts):
+    if (
+        any(p in ("", ".", "..") for p in parts)
+        or "\0" in path
+        or "\\" in path
+        or any(len(p.encode(errors="replace")) > 255 for p in parts)
+    ):
         raise ConfigError(
             f"path {path!r} cannot be used in a store",
             now="nothing was changed",

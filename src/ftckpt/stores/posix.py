@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ftckpt.errors import ConfigError, NotFound, StoreError
+from ftckpt.errors import ConfigError, StoreError
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _TODO = {
 
 @contextmanager
 def mapped(doing: str, path: str, now: str = "earlier content is unchanged") -> Iterator[None]:
-    """Turn OSError into NotFound, ConfigError or StoreError with the path and what to do.
+    """Turn OSError into ConfigError (a symbolic link) or StoreError, with the path and what to do.
 
     Args:
         doing: what was being done ("write"), for the message.
@@ -44,8 +44,6 @@ def mapped(doing: str, path: str, now: str = "earlier content is unchanged") -> 
     """
     try:
         yield
-    except FileNotFoundError as e:
-        raise NotFound(f"{path} does not exist (to {doing})", now=now) from e
     except OSError as e:
         if e.errno == errno.ELOOP:
             raise ConfigError(f"{path} is a symbolic link; it is not followed (to {doing})", now=now) from e
