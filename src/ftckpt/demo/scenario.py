@@ -81,7 +81,7 @@ class Scenario:
         """The commit log, read at most twice per second."""
         if fresh or time.monotonic() - self._looked > 0.5:
             self._looked = time.monotonic()
-            log = open_log(self.plan.log, job=JOB, root=self.root)
+            log = open_log(self.plan.log, job=JOB, root_url=self.root)
             try:
                 self._entries = log.entries()
             finally:

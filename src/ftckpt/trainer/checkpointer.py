@@ -102,12 +102,12 @@ class Checkpointer:
         settings.validate(need=("job", "root"))
         said = config.launch()
         store = open_store(settings.root, write=True)
-        commit_log = open_log(settings.log, job=settings.job, root=settings.root, timeout=settings.deadlines.log_s)
+        commit_log = open_log(settings.log, job=settings.job, root_url=settings.root, timeout=settings.deadlines.log_s)
         group = Group.from_env(deadline=settings.deadlines.group_s).open()
         try:
             same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
             group.check_equal("settings", same.encode(), what="job, root, log and replica")
-            url = log_url(settings.log, job=settings.job, root=settings.root)
+            url = log_url(settings.log, job=settings.job, root_url=settings.root)
             claim_root(store, settings.job, log=url, uuid=commit_log.uuid(), new_job=settings.new_job)
             told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
             client = AgentClient.open(told, on_warning=_warn)

@@ -104,6 +104,8 @@ class Resumer:
             NothingLoadable: it cannot be loaded; this process must end and be started again.
         """
         tail = self._log.entry(index)
+        if tail.kind == "open" and tail.base < 0:
+            raise NothingLoadable(f"the tail #{index} says to start from zero, which a live process cannot", todo="start this replica again")
         source = self._log.entry(tail.base) if tail.kind == "open" else tail
         loaded, fault = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), LoadOptions())
         if loaded is None or fault:
