@@ -1,6 +1,7 @@
 """A party's process as the runner sees it: started once, asked for one round at a time, with a deadline; and its other end.
 
-The parent writes one line per round; the child answers with one JSON object of seconds. Whatever the child prints goes to stderr.
+The parent writes one line per round; the child answers with one JSON object of seconds. Whatever the child prints
+goes to a file, and its end is shown when the child fails.
 """
 
 from __future__ import annotations
@@ -19,21 +20,26 @@ from pathlib import Path
 from typing import Self
 
 TURN_SECONDS = 180.0
+SAID = 25  # last lines of a failed party's output that are shown
 
 Party = Callable[[int, Path], Iterator[dict[str, float]]]
 
 
 class Worker:
-    """One party's process. ``turn`` returns its figures, or nothing once it has failed (the reason went to stderr)."""
+    """One party's process. ``turn`` returns its figures, or nothing once it has failed (what it said last goes to stderr)."""
 
     def __init__(self, party: str, *, mb: int, folder: Path) -> None:
         self.party, self._mb, self._folder = party, mb, folder
+        self._output = folder / "output.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True)
         command = [sys.executable, __file__, self.party, str(self._mb), str(self._folder)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
+            )
         return self
 
     def turn(self) -> dict[str, float]:
@@ -51,8 +57,9 @@ class Worker:
         return json.loads(line) if line else self._give_up("has ended")
 
     def _give_up(self, why: str) -> dict[str, float]:
-        print(f"bench: {self.party} {why}; its cells stay empty", file=sys.stderr)
         self.__exit__()
+        last = self._output.read_text(errors="replace").splitlines()[-SAID:]
+        print("\n".join((f"bench: {self.party} {why}; its cells stay empty. It said at the end:", *last)), file=sys.stderr)
         return {}
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,126 @@
+"""A step of two torchft replicas on Gloo: with torchft's own Manager, and with ours, which compares histories before each vote."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEPS = 60
+PATIENCE = 30.0
+GRADIENT = 64 * 1024  # numbers that are averaged in a step
+Step = Callable[[], None]
+
+
+def _plain(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
+    from torch.distributed import TCPStore
+    from torchft import Manager, ProcessGroupGloo
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager: Any = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), load_state_dict=lambda state: None, state_dict=dict, min_replica_size=2,
+        store_addr="127.0.0.1", store_port=store.port, rank=0, world_size=1, lighthouse_addr=lighthouse, replica_id=f"plain{index}",
+        hostname="127.0.0.1",
+    )  # fmt: skip
+    stack.callback(lambda kept: None, store)  # it would close with this function otherwise
+    stack.callback(manager.shutdown)
+    gradient = torch.ones(GRADIENT)
+
+    def step() -> None:
+        manager.start_quorum()
+        manager.allreduce(gradient).wait()
+        manager.should_commit()
+
+    return step
+
+
+def _ours(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
+    from torchft import ProcessGroupGloo
+
+    from ftckpt import Checkpointer, Never
+
+    (folder / "root").mkdir(exist_ok=True)
+    ckpt = Checkpointer.open(job="bench", root=folder / "root", policy=Never(), replica=f"r{index}", runtime_dir=str(folder / "run"))
+    stack.enter_context(ckpt)
+    manager: Any = ckpt.torchft_manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=2, max_replicas=2, lighthouse_addr=lighthouse
+    )
+    ckpt.register(model=torch.nn.Linear(64, 64))
+    ckpt.resume()
+    gradient = torch.ones(GRADIENT)
+
+    def step() -> None:
+        manager.start_quorum()
+        manager.allreduce(gradient).wait()
+        manager.should_commit()
+        ckpt.step()
+
+    return step
+
+
+def _run(step: Step, count: int) -> list[float]:
+    samples = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - begun)
+    return samples
+
+
+def _other(pipe: Connection, make: Callable[..., Step], lighthouse: str, folder: Path) -> None:
+    with ExitStack() as stack:
+        step = make(stack, 1, lighthouse, folder)
+        pipe.send("ready")
+        for count in iter(pipe.recv, None):
+            _run(step, count)
+            pipe.send("done")
+
+
+def _steps(make: Callable[..., Step], folder: Path) -> Iterator[dict[str, float]]:
+    from torchft.coordination import LighthouseServer
+
+    torch.set_num_threads(1)
+    spawn = multiprocessing.get_context("spawn")
+    pipe, theirs = spawn.Pipe()
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=500, quorum_tick_ms=50)
+    address = f"http://127.0.0.1:{server.address().rsplit(':', 1)[1].strip('/')}"
+    other = spawn.Process(target=_other, args=(theirs, make, address, folder), daemon=False)
+    other.start()
+    try:
+        with ExitStack() as stack:
+            step = make(stack, 0, address, folder)
+            if not pipe.poll(PATIENCE):
+                raise TimeoutError("the other replica did not start")
+            pipe.recv()
+            pipe.send(3)  # joining, healing, the first commit
+            _run(step, 3)
+            pipe.recv()
+            while True:
+                pipe.send(STEPS)
+                samples = _run(step, STEPS)
+                pipe.recv()
+                yield {"step": statistics.median(samples)}
+    finally:
+        pipe.send(None)
+        other.join(timeout=30)
+        if other.is_alive():
+            other.kill()
+        server.shutdown()
+
+
+def plain(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """torchft's Manager."""
+    yield from _steps(_plain, folder)
+
+
+def ours(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Ours, with ``ckpt.step()``."""
+    yield from _steps(_ours, folder)
