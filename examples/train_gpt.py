@@ -120,6 +120,7 @@ def main() -> None:
         ckpt.torchft_manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=args.min_replicas, max_replicas=args.replicas
         )
+        ckpt.hook(model)
         optimizer = ckpt.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optim, T_max=args.steps)
         ckpt.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
@@ -127,11 +128,10 @@ def main() -> None:
         history.write("resumed", ckpt, model, source=report.source, location=report.location or "")
         if ckpt.current_step >= args.steps:
             return
-        for ids, x, y in ckpt.batches("loader", ids=lambda batch: batch[0].tolist()):
+        for ids, x, y in ckpt.batches("loader"):
             optimizer.zero_grad()
             loss = model(x, y)
             loss.backward()
-            ckpt.average_gradients(model)
             optimizer.step()
             if ckpt.committed:
                 scheduler.step()

@@ -24,6 +24,7 @@ from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader, LoadOptions
+from ftckpt.trainer.options import manager_options
 from ftckpt.trainer.replicas.base import Callbacks, Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.restore import restore
@@ -36,7 +37,7 @@ from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_stor
 
 if TYPE_CHECKING:
     import torch
-    from torchft.manager import Manager
+    from ftckpt.trainer.replicas.manager import FtManager
 
 logger = logging.getLogger("ftckpt")
 LIVE_INTERVAL_S = 0.5
@@ -60,7 +61,7 @@ class Checkpointer:
         self._tail = TailReader(log, client)
         self._loader = GenerationLoader(store, log, settings.job, group, self.registry, self._loaders)
         self._replica: Replica | None = None
-        self._manager: Manager | None = None
+        self._manager: FtManager | None = None
         self._carrier: HealCarrier | None = None
         self._saver: Saver | None = None
         self._resume_word = resume_word
@@ -166,44 +167,39 @@ class Checkpointer:
         *,
         max_replicas: int | None = None,
         **options: Any,
-    ) -> Manager:
+    ) -> FtManager:
         """Build torchft's ``Manager`` for this replica: trajectory, one-state rule, heal through our agents.
 
         Args:
             pg: torchft process group across replicas.
             min_replica_size: fewest replicas that may train.
             max_replicas: most replicas that ever run at once; ``2 * min_replica_size > max_replicas`` is then checked.
-            options: as for ``replicas.torchft.build`` (``lighthouse_addr``, ``use_async_quorum``, ``allow_split`` ...).
+            options: as for ``replicas.torchft.build_manager`` (``lighthouse``, ``use_async_quorum``, ``allow_split``, ``timeouts`` ...).
 
         Raises:
             ConfigError: contradictory options, all at once; or it was called twice or after ``resume``.
         """
         if self._replica is not None:
             raise ConfigError("torchft_manager() must be called once, before register(), resume() and batches()")
-        from ftckpt.trainer.replicas import torchft as adapter
+        from ftckpt.trainer.replicas.torchft import FtReplica, build_manager
 
-        carrier = HealCarrier(
-            self._session, secret=self._secret, trajectory=lambda: self.replica.trajectory, peers=self._peers
+        carrier = HealCarrier(self._session, secret=self._secret, trajectory=lambda: self.replica.trajectory, peers=self._peers)
+        callbacks = Callbacks(
+            tail=self._tail.read,
+            known_tail=self._tail.known,
+            load_tail=self._load_tail,
+            on_boundary=carrier.freeze,
+            on_event=self._note,
         )
-        replica = adapter.build(
-            settings=self.settings,
-            group=self.group,
+        manager = build_manager(
             pg=pg,
+            callbacks=callbacks,
             carrier=carrier,
-            callbacks=Callbacks(
-                tail=self._tail.read,
-                known_tail=self._tail.known,
-                load_tail=self._load_tail,
-                on_boundary=carrier.freeze,
-                on_event=lambda kind, text: self._session.client.note(kind, text),
-            ),
-            min_replica_size=min_replica_size,
-            max_replicas=max_replicas,
-            **options,
+            **manager_options(self.settings, config.launch(), self.group, min_replica_size, max_replicas, options),
         )
-        replica.manager.register_state_dict_fn(STATES, self._load_arrived, lambda: None)
-        self._replica, self._manager, self._carrier = replica, replica.manager, carrier
-        return replica.manager
+        manager.register_state_dict_fn(STATES, self._load_arrived, lambda: None)
+        self._replica, self._manager, self._carrier = FtReplica(manager), manager, carrier
+        return manager
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer as this job needs it: torchft's wrapper (which decides commits) with torchft, else as it is."""
@@ -213,18 +209,9 @@ class Checkpointer:
 
         return OptimizerWrapper(self._manager, optimizer)
 
-    def average_gradients(self, model: torch.nn.Module) -> None:
-        """Average gradients over the replicas, after ``backward()``; nothing without torchft.
-
-        For a replica group of one rank with a plain model. With FSDP2 or DDP use :meth:`hook` once instead.
-        """
-        if self._manager is not None:
-            from ftckpt.trainer.replicas.hooks import average_gradients
-
-            average_gradients(self._manager, model)
-
     def hook(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Install the safe allreduce over replicas into an FSDP2 or DDP model; nothing without torchft. Returns the model."""
+        """Average this model's gradients over the replicas, whatever wraps it (plain, DDP, FSDP2), so that a peer's death costs
+        one uncommitted step and not the process. Once, after wrapping; nothing without torchft. Returns the model."""
         if self._manager is not None:
             from ftckpt.trainer.replicas.hooks import safe_allreduce_hook
 
@@ -360,7 +347,7 @@ class Checkpointer:
     @property
     def committed(self) -> bool:
         """Whether the step that the optimizer has just made counts: step learning-rate schedulers only then."""
-        return self._manager is None or self.replica.committed
+        return self.replica.committed
 
     def save(self, wait: bool | float = False, metrics: Mapping[str, float] | None = None) -> SaveHandle:
         """Save the state of the last committed step now.
@@ -454,6 +441,10 @@ class Checkpointer:
         size = arrived.image.table.image_bytes
         self._loaders.restore(0, None)
         self._session.client.note("healed", f"{size} bytes from {', '.join(arrived.sources)} in {arrived.seconds:.3f} s", {"bytes": size, "seconds": arrived.seconds})
+
+    def _note(self, kind: str, text: str) -> None:
+        if self._session.client.alive:
+            self._session.client.note(kind, text)
 
     def _load_tail(self, index: int) -> None:
         self._resumer().reload(index)

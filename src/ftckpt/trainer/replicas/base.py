@@ -105,6 +105,7 @@ class Replica(Protocol):
         samples: samples included in the live state, over all members.
         batches_committed: torchft's counter of that name; steps made, without torchft.
         step: committed step of the live state.
+        committed: a step was made since the last ``outcome`` (known after the vote: step learning-rate schedulers only then).
         blank: the live state was given up, and nothing of it may be saved until a heal or ``adopt``.
     """
 
@@ -126,6 +127,8 @@ class Replica(Protocol):
     def step(self) -> int: ...
     @property
     def blank(self) -> bool: ...
+    @property
+    def committed(self) -> bool: ...
 
     def contribute(self, draws: int, samples: int) -> None:
         """Say what this replica adds in the step being made; before its first allreduce, and again for a repeated step.

@@ -257,6 +257,11 @@ class Member:
         )
         del self._outcomes[:-64]
 
+    @property
+    def committed(self) -> bool:
+        """Whether a step was made since the last ``outcome``."""
+        return any(o.committed for o in self._outcomes)
+
     def outcome(self) -> Outcome:
         """See ``Replica.outcome``."""
         taken, self._outcomes = self._outcomes, []

@@ -51,6 +51,11 @@ class SoloReplica:
         """Never: nothing is given up without peers."""
         return False
 
+    @property
+    def committed(self) -> bool:
+        """Every step is made."""
+        return True
+
     def contribute(self, draws: int, samples: int) -> None:
         """What this replica adds in the step being made."""
         self._adds = (draws, samples)

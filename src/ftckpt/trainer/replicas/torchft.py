@@ -238,6 +238,11 @@ class FtReplica:
         """The live state was given up."""
         return self._standing.position.blank
 
+    @property
+    def committed(self) -> bool:
+        """A step was made since the last ``outcome``."""
+        return self._standing.committed
+
     def contribute(self, draws: int, samples: int) -> None:
         """See ``Replica.contribute``."""
         self._standing.contribute(draws, samples)
