@@ -25,13 +25,13 @@ from ftckpt.commitlog.records import (
 from ftckpt.commitlog.session import PAGE, Session
 from ftckpt.ports import Event, ReplicaInfo
 
-KEPT_EVENTS = 1000
 _TRIM_EVERY = 64
 
 
 class JobWide(Session):
     """The part of :class:`ftckpt.ports.CommitLog` that is not about entries."""
 
+    kept_events = 1000  # about so many of the newest; looked at every now and then
     _emitted = 0
 
     def announce(self, info: ReplicaInfo, *, ttl: float, timeout: float | None = None) -> None:
@@ -77,9 +77,9 @@ class JobWide(Session):
 
     def _trim_events(self, deadline: Deadline) -> None:
         start, end = span(self._keys.events)
-        newest = Range(start, end, limit=KEPT_EVENTS + 1, newest_first=True, keys_only=True)
+        newest = Range(start, end, limit=self.kept_events + 1, newest_first=True, keys_only=True)
         items = self._kv.transact([], [newest], deadline=deadline, effect="read").results[0]
-        if len(items) > KEPT_EVENTS:
+        if len(items) > self.kept_events:
             self._kv.transact([], [Delete(start, items[-1].key + "\0")], deadline=deadline, effect="repeatable")
 
     def events(self, *, limit: int = 100, timeout: float | None = None) -> list[Event]:
