@@ -39,6 +39,8 @@ def view(log: CommitLog, *, timeout: float | None = None) -> LogView:
         return LogView(state="unreachable", reason=e.what)
     except Damaged as e:
         return LogView(state="damaged", reason=e.what)
+    if entries and (tail is None or entries[-1].index > tail.index):
+        tail = entries[-1]  # the log went on between two reads
     return LogView(uuid=uuid, tail=tail, entries=entries, damaged=damaged)
 
 

@@ -1,0 +1,223 @@
+"""Choosing from real files and a real log."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from ftckpt.domain.sources import AtLocation, AtStep, Fresh
+from ftckpt.errors import FtckptError, LogRegressed, LogUnreachable, NotFound, NothingLoadable, ProgressExists
+from ftckpt.flows.scan import scan
+from ftckpt.flows.select import choose
+from ftckpt.testing.generations import flip, shorten, walk, write_generation
+from ftckpt.wiring import open_log
+from unit.flows.flowkit import JOB, world
+
+PARTS = [
+    "manifest.json",
+    "leaves.json",
+    "cursors/replica-0-r00000.json",
+    "cursors/replica-0-r00001.json",
+    "shard-00000-of-00002.safetensors",
+    "shard-00001-of-00002.safetensors",
+]
+
+
+@pytest.mark.covers("F25", "I9", "F3")
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("damage", ["missing", "empty", "shorter", "flipped"])
+def test_damage_to_any_part_of_the_newest_gives_the_one_before_with_part_and_reason(tmp_path: Path, part: str, damage: str) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        path = w.path(w.entries[-1], part)
+        size = len(w.store.get(path))
+        if damage == "missing":
+            w.store.remove(path)
+        elif damage == "flipped":
+            flip(w.store, path)
+        else:
+            shorten(w.store, path, size if damage == "empty" else 1)
+        choice = choose(w.log, w.store, JOB, verify_level="full")
+        assert (choice.step, choice.opens) == (5, True)
+        (rejected,) = choice.rejected
+        assert (rejected.index, rejected.part) == (1, part)
+        found = {"empty": 0, "shorter": size - 1}.get(damage)
+        if found is not None and part != "manifest.json":
+            assert f"{size}, found {found}" in rejected.reason
+
+
+@pytest.mark.covers("F25")
+def test_a_flipped_payload_bit_is_left_to_the_load_when_only_headers_are_verified(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        flip(w.store, w.path(w.entries[-1], PARTS[-1]))
+        assert choose(w.log, w.store, JOB).step == 10
+        findings = dict.fromkeys([w.entries[-1].location], choose(w.log, w.store, JOB, verify_level="full").rejected[0])
+        assert choose(w.log, w.store, JOB, findings=findings).step == 5  # what the loader found out is taken into account
+
+
+@pytest.mark.covers("F1", "F14", "D1", "I1")
+def test_partial_and_foreign_directories_are_passed_over_with_the_reason(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        base = w.root / JOB / "generations"
+        for name in ("notes", "step-abc", "s000000099-00000000-00000000"):
+            (base / name).mkdir()
+        (base / "notes" / "readme").write_text("mine")
+        unfinished = w.save(10, manifest=False)
+        for file in (PARTS[-1], "receipts/r00001.json"):
+            w.store.remove(w.path(unfinished, file))
+        found = {f.location: f.why for f in scan(w.store, JOB)}
+        assert found == {
+            w.entries[0].location: "",
+            unfinished.location: "no manifest.json; the shard of rank 1 never arrived",
+            "s000000099-00000000-00000000": "the directory is empty",
+        }
+        assert choose(w.log, w.store, JOB).step == 5
+
+
+@pytest.mark.covers("F7", "I8")
+def test_only_incomplete_generations_refuse_and_are_listed(tmp_path: Path) -> None:
+    with world(tmp_path / "root") as w:
+        entry = w.save(5, manifest=False)
+        with pytest.raises(NothingLoadable, match=entry.location):
+            choose(w.log, w.store, JOB)
+        assert choose(w.log, w.store, JOB, Fresh()).source == "fresh"
+
+
+@pytest.mark.covers("F7", "I8")
+def test_every_record_is_listed_when_none_can_be_loaded(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        for entry in w.entries:
+            shutil.rmtree(w.root / w.path(entry))
+        with pytest.raises(NothingLoadable) as error:
+            choose(w.log, w.store, JOB)
+        assert all(entry.location in str(error.value) for entry in w.entries)
+
+
+@pytest.mark.covers("F26", "I8", "D2")
+def test_a_lost_log_refuses_and_offers_to_rebuild_it(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        (w.root / JOB / "commit-log.sqlite3").unlink()
+        before = w.snapshot()
+        with pytest.raises(ProgressExists, match="log rebuild gpt") as error:
+            choose(w.log, w.store, JOB, adopt=True)
+        assert all(entry.location in str(error.value) for entry in w.entries)
+        assert w.snapshot() == before
+
+
+@pytest.mark.covers("F26", "I8", "F65")
+@pytest.mark.timeout(30)
+def test_an_unreachable_log_refuses_within_its_deadline_and_prints_what_was_found(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        log = open_log("etcd://127.0.0.1:9", job=JOB, root_url=str(w.root), timeout=0.5)
+        try:
+            with pytest.raises(LogUnreachable, match=w.entries[0].location) as error:
+                choose(log, w.store, JOB)
+            assert "log rebuild" in error.value.todo
+        finally:
+            log.close()
+
+
+@pytest.mark.covers("F81")
+def test_a_log_from_a_backup_is_noticed_by_the_manifests(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        backup = (w.root / JOB / "commit-log.sqlite3").read_bytes()
+        w.save(10)
+        w.save(15)
+        (w.root / JOB / "commit-log.sqlite3").write_bytes(backup)
+        with pytest.raises(LogRegressed, match="ends at #0"):
+            choose(w.log, w.store, JOB, adopt=True)
+
+
+@pytest.mark.covers("F27", "A10")
+def test_a_step_that_is_not_there_is_an_error_with_those_that_are(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        with pytest.raises(NotFound, match="5, 10"):
+            choose(w.log, w.store, JOB, AtStep(123))
+        assert choose(w.log, w.store, JOB, AtStep(5)).opens
+        assert choose(w.log, w.store, JOB, AtLocation(w.entries[1].location)).step == 10
+
+
+@pytest.mark.covers("F6")
+def test_a_copied_job_is_chosen_from_and_verifies_as_the_original(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10):
+        pass
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "root")
+    with world(tmp_path / "copy") as w:
+        assert choose(w.log, w.store, JOB, verify_level="full").step == 10
+
+
+@pytest.mark.covers("I1", "I13")
+def test_finished_generations_whose_writer_died_are_appended_in_order(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        first, second = w.save(10, commit=False), w.save(15, commit=False)
+        assert choose(w.log, w.store, JOB).source == "durable"
+        assert len(w.log.entries()) == 1  # looking changes nothing
+        choice = choose(w.log, w.store, JOB, adopt=True)
+        assert (choice.source, choice.step, choice.opens) == ("generation", 15, False)
+        assert [e.attempt for e in w.log.entries()] == [w.entries[0].attempt, first.attempt, second.attempt]
+        assert [e.base for e in w.log.entries()] == [-1, 0, 1]
+
+
+def test_a_damaged_finished_generation_is_not_appended(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        entry = w.save(10, commit=False)
+        flip(w.store, w.path(entry, PARTS[-1]), 100)
+        choice = choose(w.log, w.store, JOB, adopt=True)
+        assert (choice.step, len(w.log.entries())) == (5, 1)
+        assert choice.rejected[0].part == PARTS[-1]
+
+
+@pytest.mark.covers("I2")
+def test_all_replicas_that_adopt_at_once_agree(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        w.save(10, commit=False)
+        w.save(15, commit=False)
+        chosen: list[int] = []
+        failed: list[FtckptError] = []
+
+        def start() -> None:
+            log = open_log(None, job=JOB, root_url=str(w.root))
+            try:
+                chosen.append(choose(log, w.store, JOB, adopt=True).step)
+            except FtckptError as e:
+                failed.append(e)
+            finally:
+                log.close()
+
+        threads = [threading.Thread(target=start) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(20)
+        assert (chosen, failed) == ([15] * 4, [])
+        assert [e.step for e in w.log.entries()] == [5, 10, 15]
+
+
+@pytest.mark.covers("I3")
+def test_a_finished_generation_of_another_history_is_never_appended(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        other = walk(JOB, 20, after=w.states[0], seed="zombie")
+        write_generation(w.store, w.log, JOB, 20, {}, other, commit=False)
+        assert choose(w.log, w.store, JOB, adopt=True).step == 10
+        assert len(w.log.entries()) == 2
+
+
+@pytest.mark.covers("F33")
+def test_two_jobs_never_see_each_others_records(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        log = open_log(None, job="other", root_url=str(w.root))
+        try:
+            assert choose(log, w.store, "other").source == "new"
+            write_generation(w.store, log, "other", 7, {})
+            assert (choose(log, w.store, "other").step, choose(w.log, w.store, JOB).step) == (7, 5)
+        finally:
+            log.close()
+
+
+def test_a_generation_of_another_job_copied_in_is_named_as_such(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        shutil.copytree(w.root / w.path(w.entries[0]), w.root / "other" / "generations" / w.entries[0].location)
+        assert [f.why for f in scan(w.store, "other")] == ["manifest.json is of job 'gpt'"]
