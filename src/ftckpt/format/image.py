@@ -5,7 +5,6 @@ It knows blocks and ranges; what the bytes mean, and which other source to try, 
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from ftckpt.format.digest import digest
 from ftckpt.format.table import TensorTable
 from ftckpt.ports import BlobReader
 
-AHEAD_BYTES = 32 << 20  # asked for from the disk before it is needed, where memory is a mapped file
 WINDOW_BYTES = 8 << 20  # read at a time from a store that cannot map
 _PATIENCE_S = 30.0  # then a block that another thread is checking is checked here too
 
@@ -51,8 +49,6 @@ class Image:
         if len(table.digests) != table.blocks:
             raise Damaged(f"{where} has {len(table.digests)} digests for {table.blocks} blocks", now="its bytes cannot be verified")
         self._memory = None if memory is None else memory.cast("B")[offset : offset + table.image_bytes].toreadonly()
-        self._mapped = memory.obj if self._reader is not None and memory is not None and isinstance(memory.obj, mmap.mmap) else None
-        self._advised = 0
         self._marks = bytearray(table.blocks)
         self._changed = threading.Condition()
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
@@ -144,7 +140,6 @@ class Image:
         start = block * self.table.block_bytes
         mark = _UNSEEN
         try:
-            self._advise(start)
             self._compare(block, self._memory[start : start + self._length(block)])
             mark = _GOOD
         finally:
@@ -161,16 +156,6 @@ class Image:
                 now="its bytes were not used",
                 todo="take another source or generation",
             )
-
-    def _advise(self, start: int) -> None:
-        """Ask for the next stretch of a mapped file ahead of its use."""
-        if self._mapped is None or start + AHEAD_BYTES // 2 < self._advised:
-            return
-        begin = (self._offset + max(start, self._advised)) // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = min(self._offset + self.table.image_bytes, begin + AHEAD_BYTES)
-        if begin < stop:
-            self._mapped.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
-            self._advised = stop - self._offset
 
     def _fetch(self, block: int, last: int) -> memoryview:
         """One block from a store that cannot map; reads ahead up to a window, at most to block ``last``."""
