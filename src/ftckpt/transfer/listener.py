@@ -58,7 +58,9 @@ class Listener:
             family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             self._socket = socket.create_server((str(address[0]), int(address[1])), family=family, backlog=self._connections)
         except OSError as e:
-            raise ConfigError(f"cannot listen on {self.host!r} port {self.port}: {e}", todo="use an address of this host and a free port") from e
+            raise ConfigError(
+                f"cannot listen on {self.host!r} port {self.port}: {e}", todo="use an address of this host and a free port"
+            ) from e
         self.port = self._socket.getsockname()[1]
         self._accepting = threading.Thread(target=self._accept, args=(self._socket,), name="serve-accept", daemon=True)
         self._accepting.start()

@@ -73,7 +73,9 @@ class PeerConnection:
         tls: client-side context for ``https``.
     """
 
-    def __init__(self, url: str, job: str, key: bytes, *, connect_s: float, stall_s: float, pulse: Pulse, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, url: str, job: str, key: bytes, *, connect_s: float, stall_s: float, pulse: Pulse, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.url, self._job, self._key = url, job, key
         self._connect_s, self._stall_s, self._pulse, self._tls = connect_s, stall_s, pulse, tls
         self._channel: Channel | None = None

@@ -131,7 +131,10 @@ class Roster:
         if (its.content, its.trajectory) == (mine.content, mine.trajectory):
             source.state = "used"
         else:
-            source.state, source.flaw = "out", Flaw(f"it holds other bytes of step {its.step} (trajectory {its.trajectory[:8]}, content {its.content[:8]})")
+            source.state, source.flaw = (
+                "out",
+                Flaw(f"it holds other bytes of step {its.step} (trajectory {its.trajectory[:8]}, content {its.content[:8]})"),
+            )
 
     def _next_offer(self) -> Source:
         first_seen = 0.0
@@ -198,7 +201,9 @@ class Roster:
         if all(f.stranger for f in flaws):
             return Unauthorized(text, now=self.standing, todo="give all replicas of the job the same secret")
         if any(f.absent and not f.fatal for f in flaws):
-            return DeadlineExceeded(text, now=self.standing, todo="see the other replicas' logs: they are at another step, or publish too late")
+            return DeadlineExceeded(
+                text, now=self.standing, todo="see the other replicas' logs: they are at another step, or publish too late"
+            )
         return PeerError(text, now=self.standing, todo="see the log of the agents named; the next quorum names other sources")
 
     def _reasons(self) -> str:
@@ -209,7 +214,13 @@ class Roster:
         """A connection to a source (opened by its first request); it is aborted when the fetch ends."""
         patience = self.order.patience
         connection = PeerConnection(
-            source.url, self.order.job, self.order.key, connect_s=patience.connect, stall_s=patience.stall, pulse=source.pulse, tls=self._tls
+            source.url,
+            self.order.job,
+            self.order.key,
+            connect_s=patience.connect,
+            stall_s=patience.stall,
+            pulse=source.pulse,
+            tls=self._tls,
         )
         with self.changed:
             self._connections.add(connection)

@@ -227,7 +227,11 @@ class SnapshotServer:
         size = len(item.image)
         cut = parse_range(span, size)
         begin, end = cut or (0, size)
-        headers: dict[str, str | int] = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes", "ETag": f'"{item.line.content}"'}
+        headers: dict[str, str | int] = {
+            "Content-Type": "application/octet-stream",
+            "Accept-Ranges": "bytes",
+            "ETag": f'"{item.line.content}"',
+        }
         if cut:
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
         self._answer(channel, request, mac, 206 if cut else 200, item.image[begin:end], headers, document=False)
@@ -254,7 +258,11 @@ class SnapshotServer:
         """Say why a request is not served; proven only to those who proved themselves."""
         log.debug("refused %s: %s", request.target if request else "a malformed request", e)
         body = encode({"error": e.why})
-        headers: dict[str, str | int] = {"Content-Type": "application/json", "Content-Length": len(body), "Date": formatdate(self._clock(), usegmt=True)}
+        headers: dict[str, str | int] = {
+            "Content-Type": "application/json",
+            "Content-Length": len(body),
+            "Date": formatdate(self._clock(), usegmt=True),
+        }
         if mac:
             headers[PROOF] = sign_answer(self._key, mac, e.status, len(body), body)
         if e.status == 401:

@@ -1,0 +1,220 @@
+"""Plays one loader over its epochs and can be put back to where it was. Must not know what was committed.
+
+A loader with ``state_dict``/``load_state_dict`` restores its own position; any other iterable is replayed from the start of
+the epoch. So that an epoch can be replayed, torch's loaders begin each epoch with generators seeded from (seed, epoch);
+torch's global stream is left as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch.utils.data import DataLoader
+
+from ftckpt.errors import DataError
+from ftckpt.trainer.inline import decode_value, encode_value
+
+SPOT_VERSION = 1
+
+
+class End:
+    """What ``Reel.draw`` returns after the last draw of the last epoch."""
+
+
+END: Final = End()
+
+
+class Spot(msgspec.Struct, frozen=True, kw_only=True):
+    """A position in a loader, as journalled: draws taken of an epoch, and the loader's own state where it has one.
+
+    Args:
+        epoch: from 0.
+        index: draws taken of that epoch.
+        seed: that the epochs of torch's loaders are derived from.
+        shape: worker and batch settings that the position depends on; a loader with others refuses it.
+        state: encoded tree of ``loader.state_dict()``; None where the position is counted.
+    """
+
+    version: int = SPOT_VERSION
+    epoch: int
+    index: int
+    seed: int
+    shape: dict[str, int] = {}
+    state: Any = None
+
+
+class Reel:
+    """One loader and where it is.
+
+    Args:
+        loader: the loader or iterable.
+        epochs: epochs in all; None goes on for ever.
+    """
+
+    def __init__(self, loader: Iterable[Any], epochs: int | None) -> None:
+        self._loader, self._epochs = loader, epochs
+        self._stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+        self._once = isinstance(loader, Iterator)
+        self._iterator: Iterator[Any] | None = None
+        self._seed = _initial_seed(loader)
+        self.epoch = 0
+        self.index = 0
+
+    @property
+    def counted(self) -> bool:
+        """Whether the start of the data can be found again without a journal: a plain iterable."""
+        return not self._stateful and not isinstance(self._loader, DataLoader)
+
+    def draw(self) -> Any:
+        """The next batch, over the ends of epochs; ``END`` after the last.
+
+        Raises:
+            DataError: an epoch has no batch at all.
+        """
+        while self._epochs is None or self.epoch < self._epochs:
+            try:
+                batch = self._next()
+            except StopIteration:
+                if self._once:
+                    return END
+                if self.index == 0:
+                    raise DataError(
+                        f"the loader has no batch in epoch {self.epoch}", now="nothing was drawn", todo="check its length and drop_last"
+                    ) from None
+                self.epoch, self.index, self._iterator = self.epoch + 1, 0, None
+                continue
+            self.index += 1
+            return batch
+        return END
+
+    def snapshot(self) -> bytes:
+        """Where it is, as JSON."""
+        state = None
+        if self._stateful:
+            if self.index == 0 and self._iterator is None:
+                with self._epoch_begins():  # the first state of a torchdata loader begins the epoch
+                    state = self._loader.state_dict()  # type: ignore[attr-defined]
+            else:
+                state = self._loader.state_dict()  # type: ignore[attr-defined]
+        spot = Spot(epoch=self.epoch, index=self.index, seed=self._seed, shape=_shape(self._loader), state=encode_value(state, "loader"))
+        return msgspec.json.encode(spot)
+
+    def restore(self, data: bytes) -> None:
+        """Go to a position that ``snapshot`` gave, of this loader or of one made alike in another process.
+
+        Raises:
+            DataError: it is not a position of such a loader, or the loader cannot go there.
+        """
+        spot = _read(data)
+        shape = _shape(self._loader)
+        if differing := [k for k in sorted({*shape, *spot.shape}) if shape.get(k) != spot.shape.get(k)]:
+            raise DataError(
+                "the loader's position was taken with other settings: "
+                + ", ".join(f"{k} {spot.shape.get(k)} then, {shape.get(k)} now" for k in differing),
+                now="the loader was not moved",
+                todo="use the settings of before, or ElasticSampler, whose position does not depend on them",
+            )
+        if self._stateful != (spot.state is not None):
+            raise DataError(
+                "the journal has a counted position and the loader keeps its own, or the other way round",
+                now="the loader was not moved",
+                todo="register the loader of before",
+            )
+        self._seed = spot.seed
+        if not self._stateful:
+            self._recount(spot.epoch, spot.index)
+            return
+        self.epoch, self.index, self._iterator = spot.epoch, spot.index, None
+        try:
+            self._loader.load_state_dict(decode_value(spot.state))  # type: ignore[attr-defined]
+        except Exception as e:
+            raise DataError(
+                f"the loader does not take its state back: {e}", now="its position is unknown", todo="make the loader as it was made before"
+            ) from e
+
+    def rewind(self) -> None:
+        """Go back to the first draw of the first epoch of a counted loader."""
+        self._recount(0, 0)
+
+    # ------------------------------------------------------------------ inside
+    def _next(self) -> Any:
+        if self._iterator is not None:
+            return next(self._iterator)
+        with self._epoch_begins():  # samplers draw their seed with the first batch
+            self._iterator = iter(self._loader)
+            return next(self._iterator)
+
+    def _recount(self, epoch: int, index: int) -> None:
+        """Replay a counted loader up to a position."""
+        if self._once:
+            if index < self.index:
+                raise DataError(
+                    f"an iterator that was read to draw {self.index} cannot go back to {index}",
+                    now="its batches in between would be lost",
+                    todo="register an iterable that can be started again, or a loader with state_dict",
+                )
+        else:
+            self.epoch, self.index, self._iterator = epoch, 0, None
+        while self.index < index:
+            try:
+                self._next()
+            except StopIteration:
+                raise DataError(
+                    f"epoch {epoch} of the loader ended after {self.index} draws; {index} had been taken of it",
+                    now="the loader is at its end",
+                    todo="check that the data are those of before",
+                ) from None
+            self.index += 1
+
+    @contextmanager
+    def _epoch_begins(self) -> Iterator[None]:
+        """Around the creation of an iterator: the order of the epoch depends on (seed, epoch) only."""
+        loader = self._loader
+        for part in _parts(loader):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self.epoch)
+        if not isinstance(loader, DataLoader):
+            yield
+            return
+        seed = int.from_bytes(hashlib.sha256(f"ftckpt epoch\0{self._seed}\0{self.epoch}".encode()).digest()[:8], "big") >> 1
+        for part in _parts(loader):
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+
+
+def _parts(loader: object) -> list[object]:
+    """A loader and what in it may have a say in the order, each once."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found = [loader, sampler, batches, getattr(batches, "sampler", None), getattr(loader, "dataset", None)]
+    return list({id(part): part for part in found if part is not None}.values())
+
+
+def _initial_seed(loader: object) -> int:
+    generators = [g for part in _parts(loader) if isinstance(g := getattr(part, "generator", None), torch.Generator)]
+    return (generators[0].initial_seed() if generators else torch.initial_seed()) & ((1 << 63) - 1)
+
+
+def _shape(loader: object) -> dict[str, int]:
+    values = {k: getattr(loader, k, None) for k in ("num_workers", "batch_size")}
+    return {k: v for k, v in values.items() if isinstance(v, int) and not isinstance(v, bool)}
+
+
+def _read(data: bytes) -> Spot:
+    try:
+        spot = msgspec.json.decode(data, type=Spot)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise DataError(f"a journalled position cannot be read: {e}", now="the loader was not moved") from e
+    if spot.version != SPOT_VERSION:
+        raise DataError(f"a journalled position has version {spot.version}; this release reads {SPOT_VERSION}", todo="use a newer ftckpt")
+    return spot
