@@ -50,10 +50,14 @@ Send = Callable[[Stubs, float, Metadata], T]
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 _inherited: list[object] = []  # what a fork copied; closing it here would disturb the parent's
+_process = {"used": False, "broken": False}  # gRPC, in this process
 
 
 class Connection:
-    """Calls to one etcd. Thread-safe; connects at the first call; a forked child connects anew.
+    """Calls to one etcd. Thread-safe; connects at the first call.
+
+    A process that was forked before its parent made the first call connects for itself. One that was forked later is refused:
+    gRPC does not survive the fork of a process in which its threads run (seen: one child in eight died of SIGSEGV).
 
     Args:
         target: where it is.
@@ -144,7 +148,14 @@ class Connection:
         try:
             if self._closed:
                 raise LogUnreachable(f"{what}: the log is closed", now="nothing was changed")
+            if _process["broken"]:
+                raise LogUnreachable(
+                    f"{what}: this process was forked after its parent had connected to etcd",
+                    now="nothing was changed",
+                    todo="use the log in the parent, or start the process afresh (multiprocessing: spawn)",
+                )
             if self._client is None:
+                _process["used"] = True
                 self._client = self._connect(min(left, max(0.5, self.target.timeout / len(self.target.endpoints))))
             channel = self._client.channel
             endpoint = self._client.endpoint_in_use
@@ -186,6 +197,7 @@ class Connection:
 
 
 def _forget_inherited() -> None:
+    _process["broken"] = _process["used"]
     for connection in list(_connections):
         connection._after_fork()
 

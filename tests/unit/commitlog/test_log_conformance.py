@@ -80,6 +80,8 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
         handle.close()
 
 
-@pytest.mark.parametrize("check", [pytest.param(check, id=name, marks=pytest.mark.covers(*_COVERS.get(name, ("I2",)))) for name, check in CHECKS.items()])
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, id=name, marks=pytest.mark.covers(*_COVERS.get(name, ("I2",)))) for name, check in CHECKS.items()]
+)
 def test_log_conformance(check: Callable[[World], None], world: World) -> None:
     check(world)
