@@ -319,7 +319,8 @@ class Checkpointer:
             options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...).
         """
         self._need_resumed("batches()")
-        return self._loaders.feed(name, self._session, self.replica, after_seek=self._loader.restore_rng, **options)
+        options.setdefault("ranks", self.group.world_size)
+        return self._loaders.feed(name, self._session, self.replica, after_seek=self._loader.rng_after_seek, **options)
 
     def step(self, metrics: Mapping[str, float] | None = None) -> Outcome:
         """Tell that the optimizer's step is over; saves where the policy says so.

@@ -94,8 +94,9 @@ class GenerationLoader:
         if self._rng is not None:
             restore_cursor_rng(self._rng)
 
-    def forget_rng(self) -> None:
-        """Training has begun: the loaded streams are no longer of use."""
+    def rng_after_seek(self) -> None:
+        """The loader was moved, which may have drawn: set the streams once more, and not again in later moves."""
+        self.restore_rng()
         self._rng = None
 
     def _own(self, cursor: Cursor | None, manifest: Manifest, replica: Replica) -> tuple[str, ...]:

@@ -58,6 +58,11 @@ class Text(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
         return self.ids[index], self.data[at : at + BLOCK], self.data[at + 1 : at + BLOCK + 1]
 
 
+def make_loader(replica: int, replicas: int, batch: int = 8) -> StatefulDataLoader:
+    """A replica's loader, in an order of its own that is the same in every run."""
+    return StatefulDataLoader(Text(replica, replicas), batch_size=batch, shuffle=True, generator=torch.Generator().manual_seed(7 + replica))
+
+
 class Layer(nn.Module):
     """One transformer layer."""
 
@@ -101,7 +106,6 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=3, help="replica groups that share the data")
     parser.add_argument("--min-replicas", type=int, default=2)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--history", type=pathlib.Path, default=None, help="folder for a line of JSON per step")
     parser.add_argument("--slow", type=float, default=0.0, help="sleep this many seconds in each step")
     args = parser.parse_args()
@@ -110,8 +114,7 @@ def main() -> None:
     torch.manual_seed(1234)
     torch.set_num_threads(1)
     model = GPT(args.width)
-    data = Text(replica, args.replicas)
-    loader = StatefulDataLoader(data, batch_size=args.batch, shuffle=True, generator=torch.Generator().manual_seed(7))
+    loader = make_loader(replica, args.replicas)
     history = History(args.history, replica)
 
     with Checkpointer.open(
