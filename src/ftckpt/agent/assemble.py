@@ -17,7 +17,7 @@ from ftckpt.agent.cursors import Cursors
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job, Outcome, Written
 from ftckpt.domain.ledger import own_entry
-from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed
+from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed, StoreError
 from ftckpt.format.leaves import decode_leaves, encode_leaves, merge_leaves
 from ftckpt.format.manifest import LEAVES, MANIFEST, RECEIPTS, FileInfo, Manifest, Receipt, decode, encode, sha256
 from ftckpt.link.handles import error_from
@@ -78,9 +78,10 @@ class Assemble:
         except FtckptError as e:
             logger.error("generation %s failed: %s", job.name, e)
             failed = outcome.failure(e)
-            outcome.tell(self._store, job, failed)
+            if written.claimed:
+                outcome.tell(self._store, job, failed, durable=False)
+                self._abandoned(job)
             outcome.report(self._desk, job, failed)
-            self._abandoned(job)
 
     # ------------------------------------------------------------ rank 0
     def _assemble(self, job: Job) -> Candidate:
@@ -116,8 +117,17 @@ class Assemble:
             software={"ftckpt": version("ftckpt"), "python": platform.python_version()},
         )
         data = encode(manifest)
-        self._store.put(f"{job.directory}/{MANIFEST}", data)
+        self._put_manifest(f"{job.directory}/{MANIFEST}", data)
         return Candidate(job=job, manifest=sha256(data), bytes=manifest.payload_bytes, participants=manifest.participants)
+
+    def _put_manifest(self, path: str, data: bytes) -> None:
+        """Store the manifest; a failure that took effect all the same is none: others may commit what is there."""
+        try:
+            self._store.put(path, data, if_absent=True)
+        except StoreError as e:
+            logger.warning("manifest: %s", e)
+        if self._store.get(path) != data:
+            raise SaveFailed(f"{path} is not the manifest that was written", now="this generation was not committed", todo="see who else writes there")
 
     def _receipts(self, job: Job) -> list[Receipt]:
         """Receipts of all ranks in rank order; fails as soon as one tells of an error, or at the deadline, naming the ranks."""

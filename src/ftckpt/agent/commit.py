@@ -40,7 +40,7 @@ class Commit:
     """The work of the thread ``commit``.
 
     Args:
-        abandoned: called with an attempt that will certainly never be committed.
+        abandoned: called with an attempt whose manifest the log can never take any more.
     """
 
     def __init__(self, store: BlobStore, log: CommitLog, desk: Desk, abandoned: Callable[[Job], None]) -> None:
@@ -48,17 +48,17 @@ class Commit:
         self._down = False
 
     def __call__(self, candidate: Candidate) -> None:
-        job = candidate.job
+        job, durable = candidate.job, True
         try:
-            entry = self._entry(candidate)
-            found = self._commit(candidate, *entry)
+            manifest, entry = self._entry(candidate)
+            found = self._commit(job, manifest, entry)
+            durable = found.state == "committed"
         except FtckptError as e:
             logger.error("generation %s was not committed: %s", job.name, e)
-            outcome.report(self._desk, job, outcome.failure(e))
-            return  # durable as it is: ``ftckpt log rebuild`` or the next writer may adopt it
-        outcome.tell(self._store, job, found)
+            found = outcome.failure(e)  # it stays as it is: ``ftckpt log rebuild`` or the next writer may adopt it
+        outcome.tell(self._store, job, found, durable=durable)
         outcome.report(self._desk, job, found)
-        if found.state != "committed":
+        if not durable:
             self._abandoned(job)
 
     def _entry(self, candidate: Candidate) -> tuple[Manifest, Entry]:
@@ -70,35 +70,36 @@ class Commit:
         manifest = decode(data, Manifest, path)
         return manifest, record(manifest, data, candidate.job.name)
 
-    def _commit(self, candidate: Candidate, manifest: Manifest, entry: Entry) -> Outcome:
+    def _commit(self, job: Job, manifest: Manifest, entry: Entry) -> Outcome:
         """Try until the log has answered for certain, or the agent ends."""
-        compared, wait = manifest.known_tail, _FIRST_RETRY_S
+        wait = _FIRST_RETRY_S
         while True:
             try:
-                result = self._try(candidate.job, manifest, entry, compared)
+                result = self._try(job, manifest, entry)
             except TailMoved:
                 if not self._desk.stopping.wait(_MOVED_S):
                     continue  # looks for its own attempt first
                 raise
             except _RETRIED as e:
-                self._log_is_down(candidate.job, e)
+                self._log_is_down(job, e)
                 if self._desk.stopping.wait(wait):
                     raise SaveFailed(
-                        f"generation {candidate.job.name} is durable but not committed: {e.what}",
+                        f"generation {job.name} is durable but not committed: {e.what}",
                         now="nothing was lost; it may be adopted while it is appendable",
-                        todo=f"when the log is back: ftckpt log rebuild {candidate.job.config.job}, or go on training from it",
+                        todo=f"when the log is back: ftckpt log rebuild {job.config.job}, or go on training from it",
                     ) from e
                 wait = min(wait * 2, _SLOWEST_RETRY_S)
                 continue
             self._log_is_up()
             return result
 
-    def _try(self, job: Job, manifest: Manifest, entry: Entry, compared: int) -> Outcome:
-        """One look at the log and at most one append."""
-        timeout = job.config.log_timeout_s
+    def _try(self, job: Job, manifest: Manifest, entry: Entry) -> Outcome:
+        """One look at the log, for its own attempt first, and at most one append."""
+        timeout, compared = job.config.log_timeout_s, manifest.known_tail
         tail = read_tail(self._log, self._desk, timeout=timeout, claimed=manifest.known_tail, claimed_log=manifest.log)
-        if tail is not None and tail.index > compared:
-            mine = own_entry(self._log.entries(after=compared, timeout=timeout), entry.attempt)
+        if tail is not None:
+            after = compared if manifest.log in ("", tail.log) else -1
+            mine = own_entry(self._log.entries(after=after, timeout=timeout), entry.attempt) if tail.index > after else None
             if mine is not None:
                 return Outcome(state="committed", entry=mine)
         verdict = judge(tail, manifest.trajectory)

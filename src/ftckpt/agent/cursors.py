@@ -168,5 +168,5 @@ class Offers:
         pending.given.add(name)
         if intent.trajectory != pending.message.trajectory or intent.job != config.job or self._store.exists(f"{directory}/{MANIFEST}"):
             return False
-        self._store.put(f"{directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", pending.message.cursor)
+        self._store.put(f"{directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", pending.message.cursor, if_absent=True)
         return True

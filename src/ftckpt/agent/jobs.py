@@ -42,12 +42,31 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, save=msgspec.structs.replace(self.save, leaves=b"", cursor=b""))
 
 
-class Written(msgspec.Struct, frozen=True):
-    """How persisting one rank's part ended."""
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """How persisting one rank's part ended.
+
+    Args:
+        claimed: the attempt's directory is this group's own (rank 0: its intent was the first file there).
+        error: class name, what, now, todo.
+    """
 
     job: Job
-    shard: ShardInfo | None
-    error: tuple[str, str, str, str] | None = None  # class, what, now, todo
+    claimed: bool
+    shard: ShardInfo | None = None
+    error: tuple[str, str, str, str] | None = None
+
+
+class Rubbish(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt of this agent's own that will never be committed.
+
+    Args:
+        due: when its directory may go (monotonic clock, seconds).
+        judged: the log has shown that its manifest can never be appended; else it goes only if it has none.
+    """
+
+    job: Job
+    due: float
+    judged: bool
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,13 +20,16 @@ def failure(error: FtckptError) -> Outcome:
     return Outcome(state="failed", error=(type(error).__name__, error.what, error.now, error.todo))
 
 
-def tell(store: BlobStore, job: Job, outcome: Outcome) -> None:
-    """Leave the outcome for the other ranks; an attempt that will not be committed is marked as abandoned. Best effort."""
-    name = OUTCOME if outcome.state == "committed" else ABANDONED
-    if name == OUTCOME and job.config.group_world_size == 1:
+def tell(store: BlobStore, job: Job, outcome: Outcome, *, durable: bool) -> None:
+    """Leave the outcome for the other ranks. Best effort.
+
+    Args:
+        durable: its manifest is there and may still be committed by someone: then it is not marked as abandoned.
+    """
+    if durable and job.config.group_world_size == 1:
         return
     try:
-        store.put(f"{job.directory}/{name}", encode(outcome), if_absent=True)
+        store.put(f"{job.directory}/{OUTCOME if durable else ABANDONED}", encode(outcome), if_absent=True)
     except FtckptError as e:
         logger.warning("the outcome of %s could not be stored: %s", job.name, e)
 

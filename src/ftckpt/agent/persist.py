@@ -36,27 +36,25 @@ class Persist:
 
     def __call__(self, item: tuple[Job, memoryview]) -> None:
         job, image = item
-        began = time.monotonic()
+        began, claimed = time.monotonic(), False
         try:
-            written = Written(job.light(), self._write(job, image))
+            claimed = job.config.rank != 0 or self._claim(job)
+            written = Written(job=job.light(), claimed=claimed, shard=self._write(job, image))
         except FtckptError as e:
             logger.error("step %d, attempt %s: %s", job.save.trajectory.step, job.save.attempt, e)
-            written = Written(job.light(), None, (type(e).__name__, e.what, e.now, e.todo))
-            self._tell_failure(job, e)
+            written = Written(job=job.light(), claimed=claimed, error=(type(e).__name__, e.what, e.now, e.todo))
+            if claimed:
+                self._tell_failure(job, e)
         finally:
             image.release()
             self._slots.release(job.session, job.save.arena, job.save.slot)
         if written.shard is not None:
             seconds = time.monotonic() - began
-            self._desk.post(
-                job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=written.shard.bytes, seconds=seconds)
-            )
+            self._desk.post(job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=written.shard.bytes, seconds=seconds))
         self._done(written)
 
     def _write(self, job: Job, image: memoryview) -> ShardInfo:
         config, save = job.config, job.save
-        if config.rank == 0:
-            self._claim(job)
         found: list[ShardInfo] = []
 
         def work() -> None:
@@ -66,34 +64,25 @@ class Persist:
 
         self.niced.run(0 if self._queued() else config.nice, work)
         if save.cursor:
-            self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", save.cursor)
+            self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", save.cursor, if_absent=True)
         receipt = Receipt(rank=config.rank, shard=found[0], leaves=msgspec.Raw(save.leaves or b"{}"))
-        self._store.put(receipt_path(job, config.rank), encode(receipt))
+        if not self._store.put(receipt_path(job, config.rank), encode(receipt), if_absent=True):
+            raise StoreError(f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored")
         return found[0]
 
-    def _claim(self, job: Job) -> None:
+    def _claim(self, job: Job) -> bool:
         """Say whose attempt this is; an attempt's name is never used twice."""
-        config, t = job.config, job.save.trajectory
-        intent = Intent(
-            job=config.job,
-            step=t.step,
-            trajectory=t.h,
-            attempt=job.save.attempt,
-            writer=config.replica,
-            incarnation=config.incarnation,
-            group_world_size=config.group_world_size,
-            created=time.time(),
-        )
-        if not self._store.put(f"{job.directory}/{INTENT}", encode(intent), if_absent=True):
+        if not self._store.put(f"{job.directory}/{INTENT}", encode(intent_of(job)), if_absent=True):
             raise StoreError(
                 f"attempt {job.name} exists already", now="it was not changed; this save was not stored", todo="give each save an attempt of its own"
             )
+        return True
 
     def _tell_failure(self, job: Job, error: FtckptError) -> None:
         """Leave a receipt with the error, so that the other ranks learn it by name."""
         try:
             receipt = Receipt(rank=job.config.rank, shard=None, error=f"{type(error).__name__}: {error.what}")
-            self._store.put(receipt_path(job, job.config.rank), encode(receipt))
+            self._store.put(receipt_path(job, job.config.rank), encode(receipt), if_absent=True)
         except FtckptError as e:
             logger.error("the failure of attempt %s could not be told to the other ranks: %s", job.name, e)
 
@@ -101,3 +90,18 @@ class Persist:
 def receipt_path(job: Job, rank: int) -> str:
     """Where a rank's receipt is."""
     return f"{job.directory}/{RECEIPTS}/r{rank:05d}.json"
+
+
+def intent_of(job: Job) -> Intent:
+    """The intent that proves an attempt's directory to be this agent's own."""
+    t = job.save.trajectory
+    return Intent(
+        job=job.config.job,
+        step=t.step,
+        trajectory=t.h,
+        attempt=job.save.attempt,
+        writer=job.config.replica,
+        incarnation=job.config.incarnation,
+        group_world_size=job.config.group_world_size,
+        created=job.received,
+    )

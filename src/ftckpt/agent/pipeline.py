@@ -10,14 +10,15 @@ from ftckpt.agent.assemble import Assemble
 from ftckpt.agent.commit import Commit
 from ftckpt.agent.cursors import Offers
 from ftckpt.agent.desk import Desk
-from ftckpt.agent.jobs import Candidate, Job, Written
+from ftckpt.agent.jobs import Candidate, Job, Rubbish, Written
 from ftckpt.agent.journal import Journal
-from ftckpt.agent.persist import Persist
+from ftckpt.agent.persist import Persist, intent_of
 from ftckpt.agent.registry import Registry
 from ftckpt.agent.serve import Offer, Serve
 from ftckpt.agent.slots import Slots
 from ftckpt.agent.work import Worker
 from ftckpt.errors import FtckptError
+from ftckpt.format.manifest import INTENT, MANIFEST, Intent, decode
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import BlobStore, CommitLog
@@ -41,13 +42,13 @@ class Pipeline:
         self.offers = Offers(store, desk)
         self.server = Serve(config, log, desk)
         self.registry = Registry(log, desk, config, lambda: self.server.url)
-        self._rubbish: list[tuple[float, Job]] = []
+        self._rubbish: list[Rubbish] = []
         self._persist = Persist(store, desk, self.slots, self._written, lambda: self._persisting.waiting())
         self._persisting: Worker[tuple[Job, memoryview]] = Worker("persist", self._persist, desk)
         assemble = Assemble(store, log, desk, self.registry.names, self._durable, self._abandoned)
         self._assembling: Worker[Written] = Worker("assemble", assemble, desk)
-        self._commit = Commit(store, log, desk, self._abandoned)
-        self._committing: Worker[Candidate | Job] = Worker("commit", self._finish, desk, idle=self._sweep)
+        self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=True))
+        self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
         self._serving: Worker[Offer | m.Retire | int | None] = Worker("serve", self.server, desk, idle=self._serve_later, idle_s=config.tail_poll_s)
 
     def start(self) -> None:
@@ -104,26 +105,35 @@ class Pipeline:
     def _durable(self, candidate: Candidate) -> None:
         self._committing.put(candidate)
 
-    def _abandoned(self, job: Job) -> None:
-        self._committing.put(job)
+    def _abandoned(self, job: Job, *, judged: bool = False) -> None:
+        delay = 0.0 if job.config.group_world_size == 1 else REMOVE_AFTER_S
+        self._committing.put(Rubbish(job=job, due=time.monotonic() + delay, judged=judged))
 
-    def _finish(self, item: Candidate | Job) -> None:
-        """On the thread ``commit``: a generation to commit, or an attempt of this agent's own that will never be committed."""
+    def _finish(self, item: Candidate | Rubbish) -> None:
+        """On the thread ``commit``: a generation to commit, or an attempt that will never be committed."""
         if isinstance(item, Candidate):
             self._commit(item)
         else:
-            self._rubbish.append((time.monotonic() + (0.0 if item.config.group_world_size == 1 else REMOVE_AFTER_S), item))
+            self._rubbish.append(item)
         self._sweep()
 
     def _sweep(self) -> None:
         """Remove abandoned attempts, once the other ranks have had time to read why; what is left at the end is for gc."""
         now = time.monotonic()
-        while self._rubbish and self._rubbish[0][0] <= now:
-            _, job = self._rubbish.pop(0)
+        while self._rubbish and self._rubbish[0].due <= now:
+            item = self._rubbish.pop(0)
             try:
-                self._store.remove_tree(job.directory)
+                if self._is_rubbish(item):
+                    self._store.remove_tree(item.job.directory)
             except FtckptError as e:
-                logger.warning("abandoned attempt %s is left to gc: %s", job.name, e)
+                logger.warning("abandoned attempt %s is left to gc: %s", item.job.name, e)
+
+    def _is_rubbish(self, item: Rubbish) -> bool:
+        """Whether the directory is provably this agent's own, and can never be committed by anyone."""
+        path = f"{item.job.directory}/{INTENT}"
+        if decode(self._store.get(path), Intent, path) != intent_of(item.job):
+            return False
+        return item.judged or not self._store.exists(f"{item.job.directory}/{MANIFEST}")
 
     def _serve_later(self) -> None:
         if not self.server.url:

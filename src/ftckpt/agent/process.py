@@ -207,30 +207,19 @@ class Agent:
         with self._ends_session():
             for message in session.channel.drain_input():
                 session.handle(message)
+            if session.channel.faulty:
+                session.channel.drain_input()
             self._flush()
 
     def _on_death(self) -> None:
-        """The trainer's process has ended; forked children may hold its socket open, so its end is not waited for."""
-        if self._session is not None:
-            self._read_out(self._session)
-            self._let_go("its process has ended")
+        """The trainer's process has ended; forked children may hold its socket open, so the stream's end is not waited for."""
+        self._let_go("its process has ended")
 
     def _replace(self) -> None:
-        session = self._session
-        if session is not None:
-            self._read_out(session)
+        """Another trainer takes over; the one before is told, if it still reads."""
         if self._session is not None:
-            with contextlib.suppress(AgentError):
-                self._session.channel.post(m.Warned(kind="replaced", text=f"another trainer took over rank {self.config.rank} of {self.config.replica}"))
-                self._session.channel.flush()
+            self._tell(self._session, "replaced", f"another trainer took over rank {self.config.rank} of {self.config.replica}")
             self._let_go("another trainer has attached")
-
-    def _read_out(self, session: Session) -> None:
-        """Take what a trainer had sent whole."""
-        with self._ends_session():
-            while self._session is session and (messages := session.channel.drain_input()):
-                for message in messages:
-                    session.handle(message)
 
     @contextlib.contextmanager
     def _ends_session(self) -> Iterator[None]:
@@ -242,16 +231,32 @@ class Agent:
         except FtckptError as e:
             logger.error("trainer refused: %s", e)
             if self._session is not None:
-                with contextlib.suppress(AgentError):
-                    self._session.channel.post(m.Warned(kind="refused", text=e.what))
-                    self._session.channel.flush()
-            self._let_go(e.what)
+                self._tell(self._session, "refused", e.what)
+            self._let_go(e.what, read_out=False)
 
-    def _let_go(self, reason: str) -> None:
+    def _tell(self, session: Session, kind: str, text: str) -> None:
+        with contextlib.suppress(AgentError):
+            session.channel.post(m.Warned(kind=kind, text=text))
+            session.channel.flush()
+
+    def _read_out(self, session: Session) -> None:
+        """Take what a trainer had sent whole before it went: it counts (I6)."""
+        try:
+            while messages := session.channel.drain_input():
+                for message in messages:
+                    session.handle(message)
+        except ChannelClosed:
+            return
+        except FtckptError as e:
+            logger.error("trainer pid %d, last messages: %s", session.pid, e)
+
+    def _let_go(self, reason: str, *, read_out: bool = True) -> None:
         """The current session ends; its work goes on."""
         session, self._session = self._session, None
         if session is None:
             return
+        if read_out:
+            self._read_out(session)
         logger.info("trainer pid %d is gone: %s%s", session.pid, reason, ", in order" if session.bye else "")
         self._gone_since, self._bye = time.monotonic(), session.bye
         self._selector.unregister(session.channel)

@@ -55,6 +55,7 @@ class Channel(Generic[T]):
         self._queue: deque[memoryview] = deque()
         self._queued = 0
         self._broken = ""
+        self._fault: AgentError | None = None  # met behind messages that are still to be returned
         _open_channels.add(self)
 
     def fileno(self) -> int:
@@ -104,6 +105,8 @@ class Channel(Generic[T]):
 
     def drain_input(self) -> list[T]:
         """What can be read now without waiting; errors as :meth:`receive`."""
+        if self._fault is not None:
+            raise self._fault
         messages: list[T] = []
         while True:
             try:
@@ -122,9 +125,19 @@ class Channel(Generic[T]):
                     return messages  # the next call meets the end again
                 raise ChannelClosed(f"{self._peer} has closed the connection")
             self._input += data
-            self._decode(messages)
-            if len(messages) >= 256:
+            try:
+                self._decode(messages)
+            except AgentError as e:
+                self._fault = e
+                if not messages:
+                    raise
+            if self._fault is not None or len(messages) >= 256:
                 return messages
+
+    @property
+    def faulty(self) -> bool:
+        """Whether the next reading raises, though nothing more arrives."""
+        return self._fault is not None
 
     def take_fd(self) -> int:
         """The next received descriptor, in the order of the messages that carry them; the caller owns it."""

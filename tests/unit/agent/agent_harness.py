@@ -91,8 +91,11 @@ class Rig:
         for trainer in self.clients:
             trainer.close()
         for pid in self.pids:
-            if not ended(pid, 8.0):
-                os.kill(pid, signal.SIGCONT)
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        for pid in self.pids:
+            if not ended(pid, 3.0):
                 os.kill(pid, signal.SIGKILL)
                 ended(pid, 5.0)
 

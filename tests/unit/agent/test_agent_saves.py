@@ -114,8 +114,10 @@ def test_attempt_name_is_never_used_twice(rig: Rig) -> None:
     before = hashlib.sha256(shard.read_bytes()).hexdigest()
     with pytest.raises(StoreError, match="exists already"):
         trainer.save(trajectory=trainer.at, attempt=first.attempt).wait(10.0)
+    trainer.save().wait(10.0)  # whatever follows the refusal has happened by now
     assert hashlib.sha256(shard.read_bytes()).hexdigest() == before
-    assert len(rig.entries()) == 1
+    assert sorted(os.listdir(shard.parent)) == ["attempt.json", "leaves.json", "manifest.json", "receipts", shard.name]
+    assert len(rig.entries()) == 2
 
 
 @pytest.mark.covers("F4", "I14")

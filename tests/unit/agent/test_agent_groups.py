@@ -1,0 +1,249 @@
+"""Several ranks and several replicas put one generation together through the store, and learn alike what came of it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from agent_harness import Rig, Trainer, until
+
+from ftckpt.domain.ledger import Participant
+from ftckpt.domain.names import attempt_id, member_id
+from ftckpt.errors import SaveFailed, StoreError
+from ftckpt.format.manifest import Intent, decode
+
+
+def group(rig: Rig, world: int = 2, **changes: object) -> list[Trainer]:
+    return [rig.trainer(rank=rank, world=world, **changes).attach() for rank in range(world)]
+
+
+@pytest.mark.covers("F20")
+def test_two_ranks_put_one_generation_together(rig: Rig) -> None:
+    ranks = group(rig)
+    for _ in range(3):
+        handles = [trainer.save() for trainer in ranks]
+        assert [h.wait(15.0) for h in handles] == ["committed", "committed"]
+        assert handles[0].entry == handles[1].entry
+    manifest = rig.manifest(handles[0].location)
+    assert [shard.rank for shard in manifest.shards] == [0, 1]
+    assert [e.step for e in rig.entries()] == [1, 2, 3]
+
+
+@pytest.mark.covers("F62", "F2", "I1")
+def test_failure_of_one_rank_is_learned_by_all_with_its_name(rig: Rig) -> None:
+    zero, one = group(rig)
+    one.step()
+    attempt = attempt_id(one.at.h, "i1", 1)
+    shard = rig.tmp / f"root/job/generations/s000000001-{one.at.h[:8]}-{attempt}/shard-00001-of-00002.safetensors"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"in the way")
+    handles = [zero.save(), one.save(trajectory=one.at)]
+    with pytest.raises(SaveFailed, match="failed on rank 1 of a: StoreError"):
+        handles[0].wait(15.0)
+    with pytest.raises(StoreError):
+        handles[1].wait(15.0)
+    assert rig.entries() == []
+    assert not (shard.parent / "manifest.json").exists()
+
+
+@pytest.mark.covers("F62")
+def test_failure_of_rank_0_is_learned_by_the_others(rig: Rig) -> None:
+    zero, one = group(rig)
+    zero.step()
+    attempt = attempt_id(zero.at.h, "i1", 1)
+    shard = rig.tmp / f"root/job/generations/s000000001-{zero.at.h[:8]}-{attempt}/shard-00000-of-00002.safetensors"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"in the way")
+    handles = [zero.save(trajectory=zero.at), one.save()]
+    for handle in handles:
+        with pytest.raises(StoreError, match="shard-00000"):
+            handle.wait(15.0)
+
+
+@pytest.mark.covers("F2", "I11")
+def test_shard_that_never_arrives_fails_the_save_by_name_at_the_deadline(rig: Rig) -> None:
+    zero, _ = group(rig, receipts_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(SaveFailed, match=r"no shard from rank\(s\) 1 of a within 0\.5 s"):
+        zero.save().wait(10.0)
+    assert time.monotonic() - began < 5.0
+    assert rig.entries() == []
+    assert not list((rig.tmp / "root").rglob("manifest.json"))
+
+
+@pytest.mark.covers("F67")
+def test_dropped_generation_is_learned_by_all_ranks(rig: Rig) -> None:
+    rig.trainer(replica="b").save().wait(10.0)
+    handles = [trainer.save(known_tail=-1) for trainer in group(rig, incarnation="i2")]
+    assert [h.wait(15.0) for h in handles] == ["dropped", "dropped"]
+    assert "superseded" in handles[1].reason
+
+
+@pytest.mark.covers("I4")
+def test_cursors_of_writer_and_of_another_replica_are_bound_into_the_generation(rig: Rig) -> None:
+    writer, other = rig.trainer(replica="a").attach(), rig.trainer(replica="b").attach()
+    writer.step(), other.step()
+    members = (member_id("a"), member_id("b"))
+    other.client.cursor_at(1, other.at.h, other.cursor(count=5, ordinal=4))
+    handle = writer.save(
+        trajectory=writer.at,
+        cursor=writer.cursor(count=7, ordinal=7),
+        expected=members,
+        counts={str(members[0]): 7, str(members[1]): 5},
+    )
+    assert handle.wait(15.0) == "committed"
+    assert set(handle.entry.participants) == {Participant("a", 7, 7), Participant("b", 5, 4)}
+    manifest = rig.manifest(handle.location)
+    assert [(c.replica, c.rank, c.count) for c in manifest.cursors] == [("a", 0, 7), ("b", 0, 5)]
+
+
+@pytest.mark.covers("I4", "I11")
+def test_cursor_that_never_comes_is_recorded_as_missing(rig: Rig) -> None:
+    writer = rig.trainer(replica="a", cursors_s=0.3).attach()
+    writer.step()
+    gone = member_id("b")
+    handle = writer.save(trajectory=writer.at, cursor=writer.cursor(), expected=(member_id("a"), gone), counts={str(member_id("a")): 3, str(gone): 5})
+    assert handle.wait(10.0) == "committed"
+    missing = next(p for p in handle.entry.participants if p.count == 5)
+    assert missing.cursor is None
+
+
+@pytest.mark.covers("I4")
+def test_cursor_of_another_state_at_the_same_step_is_left_out(rig: Rig) -> None:
+    writer, other = rig.trainer(replica="a", cursors_s=0.5).attach(), rig.trainer(replica="b").attach()
+    writer.step(), other.step(nonce=99)
+    other.client.cursor_at(1, other.at.h, other.cursor())
+    handle = writer.save(trajectory=writer.at, expected=(member_id("b"),), counts={str(member_id("b")): 3})
+    assert handle.wait(10.0) == "committed"
+    assert rig.manifest(handle.location).cursors == ()
+
+
+def test_cursor_is_offered_to_an_attempt_that_comes_later(rig: Rig) -> None:
+    writer, other = rig.trainer(replica="a").attach(), rig.trainer(replica="b").attach()
+    writer.step(), other.step()
+    other.client.cursor_at(1, other.at.h, other.cursor())
+    time.sleep(0.5)
+    handle = writer.save(trajectory=writer.at, expected=(member_id("b"),), counts={str(member_id("b")): 3})
+    assert handle.wait(10.0) == "committed"
+    assert [c.replica for c in rig.manifest(handle.location).cursors] == ["b"]
+
+
+def test_attempt_says_whose_it_is_before_anything_else(rig: Rig) -> None:
+    handle = rig.trainer(replica="a", incarnation="i7").save()
+    handle.wait(10.0)
+    path = f"job/generations/{handle.location}/attempt.json"
+    intent = decode(rig.store().get(path), Intent, path)
+    assert (intent.writer, intent.incarnation, intent.attempt) == ("a", "i7", handle.attempt)
+
+
+class Outage:
+    """Holds SQLite's write lock, so that the log does not answer."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.execute("BEGIN EXCLUSIVE")
+
+    def end(self) -> None:
+        self._db.execute("ROLLBACK")
+        self._db.close()
+
+
+@pytest.mark.covers("I13", "F65", "F68")
+def test_generations_wait_durable_while_the_log_is_down_and_are_committed_in_order_after(rig: Rig) -> None:
+    trainer = rig.trainer(log_timeout_s=0.3).attach()
+    trainer.save().wait(10.0)
+    outage = Outage(rig.tmp / "log.sqlite3")
+    try:
+        handles = [trainer.save() for _ in range(3)]
+        for handle in handles:
+            assert handle.wait(10.0, until="persisted") == "persisted"
+        time.sleep(0.5)
+        assert [h.state for h in handles] == ["persisted"] * 3
+        assert len(list((rig.tmp / "root").rglob("manifest.json"))) == 4
+        assert until(lambda: any(w.kind == "log" for w in trainer.warnings), 5.0)
+    finally:
+        outage.end()
+    assert [h.wait(15.0) for h in handles] == ["committed"] * 3
+    assert [e.step for e in rig.entries()] == [1, 2, 3, 4]
+
+
+@pytest.mark.covers("I13", "I11")
+def test_agent_gives_up_lingering_when_the_log_stays_down_and_leaves_the_generation_durable(rig: Rig) -> None:
+    trainer = rig.trainer(log_timeout_s=0.2, commit_linger_s=1.0).attach()
+    trainer.save().wait(10.0)
+    outage = Outage(rig.tmp / "log.sqlite3")
+    try:
+        trainer.save().wait(10.0, until="persisted")
+        trainer.close()
+        assert until(lambda: not Path(f"/proc/{trainer.client.agent_pid}/fd/0").exists(), 15.0)
+    finally:
+        outage.end()
+    assert len(list((rig.tmp / "root").rglob("manifest.json"))) == 2
+    assert [e.step for e in rig.entries()] == [1]
+
+
+@pytest.mark.covers("F76", "I11")
+def test_memory_threads_and_descriptors_stay_flat_over_hundreds_of_saves(rig: Rig) -> None:
+    trainer = rig.trainer().attach()
+    pid = trainer.client.agent_pid
+
+    def measure() -> tuple[int, int, int]:
+        status = Path(f"/proc/{pid}/status").read_text()
+        anon = int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
+        threads = int(next(line for line in status.splitlines() if line.startswith("Threads")).split()[1])
+        return anon, threads, len(os.listdir(f"/proc/{pid}/fd"))
+
+    def saves(count: int) -> None:
+        for _ in range(count):
+            trainer.client.draw(trainer.saves + 1, b"{}")
+            trainer.save()
+        trainer.client.drain(30.0)
+
+    saves(60)
+    before = measure()
+    saves(240)
+    after = measure()
+    assert after[0] - before[0] < 4 << 20
+    assert abs(after[1] - before[1]) <= 1
+    assert abs(after[2] - before[2]) <= 2
+    assert len(rig.entries()) == 300
+
+
+def test_registry_shows_the_replica_and_events_of_its_trainer(rig: Rig) -> None:
+    trainer = rig.trainer(registry_ttl_s=3.0)
+    trainer.client.live("live", trainer.step(), {"loss": 0.5})
+    trainer.client.note("heal", "took state from b")
+    log = rig.log()
+    assert until(lambda: [r.replica for r in log.replicas()] == ["a"], 5.0)
+    (info,) = log.replicas()
+    assert (info.state, info.step, info.agents) == ("live", 1, (trainer.client.url,))
+    assert until(lambda: [(e.kind, e.text) for e in log.events()] == [("heal", "took state from b")], 5.0)
+    trainer.close()
+    assert until(lambda: log.replicas() == [], 8.0)
+    log.close()
+
+
+@pytest.mark.covers("I3")
+def test_trainer_learns_of_the_tail_and_that_it_strayed(rig: Rig) -> None:
+    other = rig.trainer(replica="b")
+    other.save().wait(10.0)
+    trainer = rig.trainer(replica="a")
+    assert until(lambda: trainer.client.tail is not None, 5.0)
+    trainer.step(nonce=5)
+    trainer.client.live("live", trainer.step())
+    assert until(lambda: trainer.client.stray is not None, 5.0)
+
+
+def test_group_announces_the_agents_of_all_its_ranks(rig: Rig) -> None:
+    trainer = rig.trainer()
+    trainer.client.live("live", trainer.step(), {"agents": "http://h:1 http://h:2"})
+    log = rig.log()
+    assert until(lambda: bool(log.replicas()), 5.0)
+    assert log.replicas()[0].agents == ("http://h:1", "http://h:2")
+    assert "agents" not in log.replicas()[0].detail
+    log.close()
+
+

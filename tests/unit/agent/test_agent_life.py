@@ -1,0 +1,292 @@
+"""The agent as a process: it outlives its trainer, holds nothing that is not its own, ends by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from agent_harness import Rig, Trainer, ended, running, until
+
+from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded
+from ftckpt.link import launch
+from ftckpt.link.client import AgentClient, AgentConfig
+from ftckpt.transfer.client import fetch
+
+HERE = Path(__file__).parent
+
+
+def start(rig: Rig, action: str, config: AgentConfig | None = None) -> subprocess.Popen[str]:
+    file = rig.tmp / f"{action}.json"
+    file.write_bytes(msgspec.json.encode(config or rig.config()))
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "trainer_process.py"), str(file), action], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def outcome(rig: Rig, process: subprocess.Popen[str], timeout: float = 20.0) -> list[int]:
+    out, _ = process.communicate(timeout=timeout)
+    numbers = [int(word) for word in out.split()]
+    rig.pids.add(numbers[0])
+    return numbers
+
+
+@pytest.mark.covers("I6")
+def test_generation_is_committed_though_the_trainer_was_killed_right_after_save(rig: Rig) -> None:
+    process = start(rig, "save-and-die")
+    (pid,) = outcome(rig, process)
+    assert process.returncode == -signal.SIGKILL
+    assert ended(pid, 10.0)
+    assert [e.step for e in rig.entries()] == [1]
+
+
+@pytest.mark.covers("I6", "F70")
+def test_agent_notices_the_trainers_death_though_a_forked_child_lives_on(rig: Rig) -> None:
+    process = start(rig, "save-fork-and-die")
+    line = process.stdout.readline()
+    pid, child = (int(word) for word in line.split())
+    rig.pids.add(pid)
+    try:
+        assert ended(pid, 10.0)
+        assert running(child)
+        assert [e.step for e in rig.entries()] == [1]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.communicate(timeout=10.0)
+
+
+@pytest.mark.covers("F18")
+def test_generation_is_committed_though_the_trainer_just_exits(rig: Rig) -> None:
+    process = start(rig, "save-and-exit")
+    (pid,) = outcome(rig, process)
+    assert process.returncode == 0
+    assert ended(pid, 10.0)
+    assert [e.step for e in rig.entries()] == [1]
+
+
+@pytest.mark.covers("I6")
+def test_agent_does_not_hold_the_trainers_output_open(rig: Rig) -> None:
+    config = rig.config(linger_s=8.0)
+    process = start(rig, "save-and-die", config)
+    (pid,) = outcome(rig, process, timeout=6.0)  # communicate() returns at the end of the pipe
+    assert running(pid)
+    open_files = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    assert "/dev/null" in open_files
+    assert len([f for f in open_files if f.startswith("pipe:")]) == 1  # its own, for waking up
+
+
+@pytest.mark.covers("I6")
+def test_agent_has_its_own_session_and_no_torch(rig: Rig) -> None:
+    trainer = rig.trainer()
+    trainer.save().wait(10.0)
+    pid = trainer.client.agent_pid
+    assert os.getsid(pid) == pid
+    assert os.getpgid(pid) == pid
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "numpy" not in maps
+
+
+def test_agents_modules_import_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'numpy', 'torchft'): raise ImportError('blocked: ' + name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import ftckpt.agent.__main__, ftckpt.link.client, ftckpt.stores.local, ftckpt.commitlog.sqlite, ftckpt.commitlog.memory\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.covers("F21", "I11")
+def test_killed_agent_gives_a_clear_error_and_training_goes_on_with_a_new_one(rig: Rig) -> None:
+    trainer = rig.trainer().attach()
+    trainer.save().wait(10.0)
+    os.kill(trainer.client.agent_pid, signal.SIGSTOP)
+    handle = trainer.save()
+    os.kill(trainer.client.agent_pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(AgentError, match="is lost"):
+        handle.wait(10.0)
+    assert time.monotonic() - began < 3.0
+    with pytest.raises(AgentError):
+        trainer.client.acquire_slot(5.0)
+    trainer.client = trainer.client.reopen()
+    rig.pids.add(trainer.client.agent_pid)
+    assert trainer.client.arena is trainer.arena
+    assert trainer.save().wait(10.0) == "committed"
+    assert [e.step for e in rig.entries()] == [1, 3]
+
+
+@pytest.mark.covers("F21", "I11")
+def test_stopped_agent_blocks_training_only_up_to_the_deadline(rig: Rig) -> None:
+    trainer = rig.trainer(send_timeout_s=0.5).attach()
+    trainer.save().wait(10.0)
+    os.kill(trainer.client.agent_pid, signal.SIGSTOP)
+    handle = trainer.save()
+    with pytest.raises(DeadlineExceeded):
+        handle.wait(0.2)
+    began = time.monotonic()
+    with pytest.raises(AgentError, match=r"took no message for 0\.5 s"):
+        trainer.client.draw(1, b"x" * 4_000_000)
+    assert time.monotonic() - began < 5.0
+    assert not trainer.client.alive
+
+
+@pytest.mark.covers("I6")
+def test_new_trainer_finds_the_living_agent_of_one_that_died(rig: Rig) -> None:
+    config = rig.config(linger_s=10.0)
+    (pid,) = outcome(rig, start(rig, "save-and-die", config))
+    trainer = rig.trainer(msgspec.structs.replace(config, incarnation="i2", linger_s=0.2))
+    assert (trainer.client.agent_pid, trainer.client.reattached) == (pid, True)
+    assert until(lambda: trainer.client.tail is not None, 5.0)
+    trainer.step(), trainer.step()
+    rig.manifest(trainer.client.tail.location)
+    trainer.at = rig.manifest(trainer.client.tail.location).trajectory
+    assert trainer.save().wait(10.0) == "committed"
+
+
+@pytest.mark.covers("I3", "I6", "F67")
+def test_stopped_trainer_is_replaced_and_what_it_says_later_is_not_taken(rig: Rig) -> None:
+    config = rig.config(linger_s=1.0)
+    process = start(rig, "save-and-wait", config)
+    pid = int(process.stdout.readline())
+    rig.pids.add(pid)
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        trainer = rig.trainer(msgspec.structs.replace(config, incarnation="i2"))
+        assert trainer.client.reattached
+        trainer.at = rig.manifest(trainer.client.tail.location).trajectory
+        assert trainer.save().wait(10.0) == "committed"
+        os.kill(process.pid, signal.SIGCONT)
+        assert trainer.save().wait(10.0) == "committed"
+        assert [e.step for e in rig.entries()] == [1, 2, 3]
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10.0)
+
+
+def test_replaced_trainer_is_told_and_does_not_take_the_agent_back(rig: Rig) -> None:
+    config = rig.config()
+    old, new = rig.trainer(config), rig.trainer(config)
+    assert new.client.agent_pid == old.client.agent_pid
+    assert until(lambda: not old.client.alive, 5.0)
+    with pytest.raises(AgentError, match="took over"):
+        old.client.reopen()
+    assert new.client.alive
+
+
+def test_starters_at_the_same_time_share_one_agent(rig: Rig) -> None:
+    found: list[AgentClient] = []
+    threads = [threading.Thread(target=lambda: found.append(AgentClient.open(rig.config()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    rig.pids |= {client.agent_pid for client in found}
+    for client in found:
+        client.close(1.0)
+    assert len(found) == 4
+    assert len(rig.pids) == 1
+
+
+def test_agent_of_another_configuration_is_another_process(rig: Rig) -> None:
+    one, two = rig.trainer(replica="a"), rig.trainer(replica="b")
+    assert one.client.agent_pid != two.client.agent_pid
+    assert set(launch.living(rig.tmp / "run").values()) == {one.client.agent_pid, two.client.agent_pid}
+
+
+@pytest.mark.covers("I10")
+def test_runtime_directory_that_others_may_write_to_is_refused(rig: Rig) -> None:
+    (rig.tmp / "run").mkdir(mode=0o777)
+    (rig.tmp / "run").chmod(0o777)
+    with pytest.raises(ConfigError, match="mode 777"):
+        rig.trainer()
+
+
+@pytest.mark.covers("I10")
+def test_socket_and_output_are_for_this_user_alone(rig: Rig) -> None:
+    trainer = rig.trainer()
+    paths = launch.paths_of(trainer.config)
+    assert paths.socket.parent.stat().st_mode & 0o777 == 0o700
+    assert paths.socket.stat().st_mode & 0o777 == 0o600
+    assert paths.output.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.covers("F65")
+def test_agent_that_cannot_start_says_why_at_once(rig: Rig) -> None:
+    with pytest.raises(AgentError, match="nosuch"):
+        rig.trainer(log="nosuch://x")
+
+
+@pytest.mark.covers("I11")
+def test_agent_ends_by_itself_after_its_trainer(rig: Rig) -> None:
+    trainer = rig.trainer(linger_s=0.2)
+    trainer.save().wait(10.0)
+    trainer.close()
+    assert ended(trainer.client.agent_pid, 5.0)
+    assert not launch.paths_of(trainer.config).socket.exists()
+    assert "nothing left to do" in rig.output(trainer.config)
+
+
+@pytest.mark.covers("F77")
+def test_sigterm_lets_an_attached_trainer_finish_within_the_budget(rig: Rig) -> None:
+    trainer = rig.trainer(term_budget_s=5.0).attach()
+    os.kill(trainer.client.agent_pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert trainer.save().wait(5.0) == "committed"
+    trainer.close()
+    assert ended(trainer.client.agent_pid, 5.0)
+
+
+@pytest.mark.covers("F77", "I11")
+def test_sigterm_ends_the_agent_at_its_budget_even_with_a_trainer(rig: Rig) -> None:
+    trainer = rig.trainer(term_budget_s=0.5)
+    began = time.monotonic()
+    os.kill(trainer.client.agent_pid, signal.SIGTERM)
+    assert ended(trainer.client.agent_pid, 5.0)
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.covers("I14")
+def test_dead_worker_thread_ends_the_process_with_its_trace(rig: Rig) -> None:
+    trainer = rig.trainer().attach()
+    handle = trainer.save(counts={"not a member id": 1})  # no error of ours: meets the agent's code unprepared
+    with pytest.raises(AgentError):
+        handle.wait(10.0)
+    assert "Traceback" in rig.output(trainer.config)
+    assert ended(trainer.client.agent_pid, 5.0)
+
+
+@pytest.mark.covers("I13")
+def test_published_snapshot_outlives_its_trainer(rig: Rig) -> None:
+    config = rig.config(linger_s=10.0)
+    outcome(rig, start(rig, "publish-and-die", config))
+    trainer = rig.trainer(msgspec.structs.replace(config, linger_s=0.2))
+    assert trainer.client.reattached
+    log = rig.log()
+    fetched = fetch([trainer.client.url], 1, "job", log.secret(b"another candidate"), lambda doc: memoryview(bytearray(doc.table.image_bytes)))
+    log.close()
+    assert bytes(fetched.image) == b"\5" * trainer.table.image_bytes
+
+
+def test_forked_child_cannot_use_the_link(rig: Rig) -> None:
+    trainer: Trainer = rig.trainer().attach()
+    child = os.fork()
+    if child == 0:
+        try:
+            trainer.client.note("x", "y")
+        except AgentError:
+            os._exit(42)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 42
+    assert trainer.save().wait(10.0) == "committed"
