@@ -201,7 +201,7 @@ class _Decoder:
             return {key: self.decode(value) for key, value in doc.items()}
         try:
             return self._tagged(tag, doc)
-        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, MemoryError) as e:
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RuntimeError, MemoryError) as e:
             raise Damaged(f"{tag[:40]} holds no value of its kind ({str(e)[:200]})", todo="take another generation") from e
 
     def _tagged(self, tag: str, doc: dict[str, object]) -> object:

@@ -164,16 +164,12 @@ def _in_order(one: Callable[[int], tuple[str, ...]], starts: range, threads: int
     done: dict[int, tuple[str, ...]] = {}
     with ThreadPoolExecutor(threads, "ftckpt-write") as pool:
         running: dict[Future[tuple[str, ...]], int] = {}
-        try:
-            for start in starts:
-                running[pool.submit(one, start)] = start
-                if len(running) >= threads:
-                    _collect(running, done)
-            while running:
+        for start in starts:
+            running[pool.submit(one, start)] = start
+            if len(running) >= threads:
                 _collect(running, done)
-        finally:
-            for future in running:
-                future.cancel()
+        while running:
+            _collect(running, done)
     return [d for start in starts for d in done[start]]
 
 

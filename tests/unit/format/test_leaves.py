@@ -506,6 +506,12 @@ def test_ranks_are_merged_by_key_whatever_their_order():
     assert decode_tree(merged["more"]) == (1,)
 
 
+@pytest.mark.covers("F43")
+def test_order_of_keys_inside_lists_is_no_difference():
+    docs = [{"opt": encode_tree({"groups": groups})} for groups in ([{"lr": 1, "wd": 2}], [{"wd": 2, "lr": 1}])]
+    assert decode_tree(merge_leaves(docs)["opt"]) == {"groups": [{"lr": 1, "wd": 2}]}
+
+
 def test_empty_and_tagged_dicts_merge():
     merged = merge_leaves([{"o": encode_tree({"s": {}})}, {"o": encode_tree({"s": {5: 1}})}, {"o": encode_tree({"s": {"k": 2}})}])
     assert decode_tree(merged["o"]) == {"s": {5: 1, "k": 2}}

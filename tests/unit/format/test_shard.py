@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import threading
+import time
 
 import msgspec
 import numpy as np
@@ -460,6 +461,7 @@ def test_each_block_of_memory_is_hashed_once_by_many_threads(monkeypatch):
     def counting(data):
         with lock:
             hashed.append(bytes(data[:8]))
+        time.sleep(0.0005)  # so that threads do meet at a block
         return digest_module.digest(data)
 
     monkeypatch.setattr("ftckpt.format.image.digest", counting)

@@ -251,12 +251,13 @@ def test_file_system_without_direct_io_falls_back(tmp_path):
     assert [c.failed for c in ops.calls if c.op == "pwrite"] == [True, False]
 
 
-def test_short_writes_are_continued(tmp_path):
+@pytest.mark.parametrize("most", [1000, 4096])
+def test_short_writes_are_continued(tmp_path, most):
     store, ops = opened(tmp_path)
     whole = ops.call
 
     def short(op, function, *args):
-        return whole(op, function, args[0], args[1][:1000], args[2]) if op == "pwrite" else whole(op, function, *args)
+        return whole(op, function, args[0], args[1][:most], args[2]) if op == "pwrite" else whole(op, function, *args)
 
     ops.call = short
     write(store, "x", aligned(len(DATA)))
