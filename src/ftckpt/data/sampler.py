@@ -1,0 +1,121 @@
+"""One data order shared by all replicas: who takes which samples follows from the state's position and the membership alone.
+
+There is no history per replica, so that any change of membership keeps exactly-once. Must not decide what is committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import msgspec
+import torch
+
+from ftckpt.domain.cursors import Window, by_epoch, share, window
+from ftckpt.errors import ConfigError
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank takes of a step.
+
+    Args:
+        parts: indices of the data set, in order: one tuple, or one per micro-batch. Empty when the data are over.
+        weights: for each part the factor for its mean loss, so that adding up parts and averaging over ranks weighs every
+            sample of the step alike.
+        epochs: epoch of each index.
+        samples: that the whole replica group takes, skipped ones included: what it contributes to the position.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    weights: tuple[float, ...]
+    epochs: tuple[int, ...]
+    samples: int
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """All indices, in order."""
+        return tuple(i for part in self.parts for i in part)
+
+
+class ElasticSampler:
+    """The shared order, and the slices of it. Holds no position: that is in the shared state.
+
+    Args:
+        length: samples in the data set.
+        seed: of the order; alike on all replicas.
+        shuffle: a permutation per epoch, else the natural order.
+        batch_size: samples per rank and step. Exactly one of ``batch_size`` and ``global_batch`` is given.
+        global_batch: samples per step of all ranks together, however many there are; the order of samples per step then
+            does not depend on how many replicas are alive.
+        micro_batch: cut what a rank takes of a step into batches of at most so many samples, for gradient accumulation.
+        drop_last: skip the rest of an epoch that is too short for a step; otherwise a step runs on into the next epoch.
+        epochs: after so many the data are over; None: never. (Fewer samples than ranks at the very end are left out.)
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        batch_size: int | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        drop_last: bool = False,
+        epochs: int | None = None,
+    ) -> None:
+        if length < 1 or (batch_size is None) == (global_batch is None) or min(batch_size or global_batch or 0, micro_batch or 1) < 1:
+            raise ConfigError(
+                f"ElasticSampler(length={length}, batch_size={batch_size}, global_batch={global_batch}, micro_batch={micro_batch}) is not possible",
+                now="nothing was drawn",
+                todo="give a length, and one of batch_size and global_batch, of at least 1",
+            )
+        self.length, self.seed, self.shuffle = length, seed, shuffle
+        self._each, self._all, self.micro_batch = batch_size, global_batch, micro_batch
+        self._drop_last, self._epochs = drop_last, epochs
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def share(self, position: int, rank: int, count: int, ranks: int = 1, own: int = 0) -> Share:
+        """What one rank of a participant takes in the step after ``position``.
+
+        Args:
+            position: samples included in the state.
+            rank: participating rank of the replica group.
+            count: how many groups take part.
+            ranks: ranks in each group.
+            own: this rank's number in its group.
+
+        Raises:
+            DataError: the step is too small for so many ranks, or an epoch too short for a step.
+        """
+        units = count * ranks
+        whole = self._window(position, units)
+        begin, end = share(whole, rank * ranks + own, units)
+        group = share(whole, rank * ranks, units)[0], share(whole, (rank + 1) * ranks - 1, units)[1]
+        indices: list[int] = []
+        epochs: list[int] = []
+        for number, first, last in by_epoch(begin, end, self.length):
+            indices += self._order(number)[first:last].tolist()
+            epochs += [number] * (last - first)
+        cut = self.micro_batch or max(1, len(indices))
+        parts = tuple(tuple(indices[i : i + cut]) for i in range(0, len(indices), cut))
+        return Share(
+            parts,
+            tuple(len(part) * units / whole.size for part in parts),
+            tuple(epochs),
+            group[1] - group[0] + (whole.skipped if rank == 0 else 0),
+        )
+
+    def after(self, position: int, count: int, ranks: int = 1) -> int:
+        """The position after the step that ``count`` groups make from ``position``."""
+        return self._window(position, count * ranks).end
+
+    def _window(self, position: int, units: int) -> Window:
+        size = self._all if self._all is not None else units * (self._each or 1)
+        return window(position, size, epoch=self.length, drop_last=self._drop_last, epochs=self._epochs, least=units)
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.length)
+        seed = int.from_bytes(hashlib.sha256(f"ftckpt order\0{self.seed}\0{epoch}".encode()).digest()[:8], "big") >> 1
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(seed))
