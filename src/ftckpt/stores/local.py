@@ -114,10 +114,11 @@ class LocalStore:
                 return
         for name in self.listdir(prefix):
             path = f"{prefix}/{name}" if prefix else name
-            try:
-                info = self.ops.lstat(os.path.join(base, name))
-            except FileNotFoundError:  # removed since it was listed
-                continue
+            with mapped("look at", path):
+                try:
+                    info = self.ops.lstat(os.path.join(base, name))
+                except FileNotFoundError:  # removed since it was listed
+                    continue
             if stat.S_ISDIR(info.st_mode):
                 yield from self.files(path)
             elif stat.S_ISREG(info.st_mode):

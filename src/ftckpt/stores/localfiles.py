@@ -274,7 +274,8 @@ class LocalReader:
                 self._map.close()
             self._map = None
         if self._fd >= 0:
-            self._ops.close(self._fd)
+            with contextlib.suppress(OSError):  # nothing was written, so closing has nothing to report
+                self._ops.close(self._fd)
             self._fd = -1
 
     def read_into(self, offset: int, target: memoryview) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import inspect
 import mmap
 import os
 import stat
@@ -11,8 +13,9 @@ import threading
 
 import pytest
 
-from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
+from ftckpt.errors import ConfigError, Damaged, FtckptError, NotFound, StoreError
 from ftckpt.stores.local import LocalStore
+from ftckpt.stores.posix import PosixOps
 from ftckpt.testing.faults import Fault, RecordingOps
 
 DATA = bytes(range(256)) * 64
@@ -324,3 +327,49 @@ def test_concurrent_writers_in_one_new_directory(tmp_path):
         t.join(30)
     assert errors == []
     assert len(store.listdir("a/b/c")) == 8
+
+
+def do_everything(store):
+    """Use every operation once; a typed error of one does not keep the others from being used."""
+
+    def read():
+        with store.reader("d/x") as reader:
+            reader.read_into(0, memoryview(bytearray(4)))
+            reader.view()
+
+    for action in (
+        lambda: store.put("d/x", DATA),
+        lambda: store.put("d/y", DATA, if_absent=True),
+        lambda: write(store),
+        lambda: store.get("d/x"),
+        read,
+        lambda: store.exists("d/x"),
+        lambda: store.listdir("d"),
+        lambda: list(store.files()),
+        lambda: store.remove("d/y"),
+        lambda: store.remove_tree("d"),
+    ):
+        with contextlib.suppress(FtckptError):
+            action()
+
+
+OPERATIONS = sorted(name for name, f in vars(PosixOps).items() if inspect.isfunction(f) and name != "call")
+
+
+@pytest.mark.covers("F4", "I14")
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_whatever_call_fails_only_typed_errors_come_out(tmp_path, op):
+    ops = RecordingOps()
+    do_everything(LocalStore(tmp_path / "probe", ops=ops))
+    number = max(1, sum(c.op == op for c in ops.calls))
+    for nth in range(1, number + 1):
+        root = tmp_path / f"{op}-{nth}"
+        ops = RecordingOps(Fault(op=op, nth=nth))
+        do_everything(LocalStore(root, ops=ops))
+        assert not [name for name in everything_in(root) if ".tmp-" in name] or op == "unlink"
+
+
+def test_probe_uses_every_operation(tmp_path):
+    ops = RecordingOps(Fault(op="rename_new", code=errno.ENOSYS, times=0))
+    do_everything(LocalStore(tmp_path / "root", ops=ops))
+    assert {c.op for c in ops.calls} == set(OPERATIONS)
