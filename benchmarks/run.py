@@ -117,7 +117,9 @@ def main() -> int:
     if args.mb < 1 or args.rounds < 1:
         parser.error("--mb and --rounds must be at least 1")
 
-    console = Console(stderr=True)
+    console, out = Console(stderr=True), Console()
+    if not out.is_terminal:
+        out.width = 120
     args.dir.mkdir(parents=True, exist_ok=True)
     written: list[dict[str, object]] = []
     for name in args.names or BENCHES:
@@ -128,7 +130,7 @@ def main() -> int:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         lines = [figures(row, seconds) for row in bench.rows]
-        show(Console(), f"{name}: {bench.title} ({args.mb} MB, medians of {args.rounds})", lines)
+        show(out, f"{name}: {bench.title} ({args.mb} MB, medians of {args.rounds})", lines)
         written += lines
     if args.json:
         args.json.write_text(json.dumps(written, indent=1) + "\n")
