@@ -14,10 +14,10 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit status (listed in docs/cli.md)."""
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    sys.exit(call(sys.argv[1:] if argv is None else argv))
 
 
-def run(argv: Sequence[str]) -> int:
+def call(argv: Sequence[str]) -> int:
     """Run the command line.
 
     Returns:

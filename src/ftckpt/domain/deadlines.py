@@ -70,7 +70,11 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
     def problems(self) -> list[str]:
         """All values and orders that cannot hold, one sentence each."""
-        wrong = [f"deadlines.{k}={v:g} must be positive" for k, v in msgspec.structs.asdict(self).items() if v <= 0 and k != "linger_s"]
+        wrong = [
+            f"deadlines.{k}={v:g} must be positive"
+            for k, v in msgspec.structs.asdict(self).items()
+            if v < 0 or (v == 0 and k != "linger_s")
+        ]
         rules = (
             (
                 3 * self.log_s <= self.registry_ttl_s,

@@ -1,0 +1,169 @@
+"""URLs become parts, or typed errors before anything is written; a root knows whose it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from ftckpt.config import load
+from ftckpt.errors import ConfigError, NotFound, StoreError
+from ftckpt.wiring import (
+    agent_config,
+    claim_root,
+    log_url,
+    open_log,
+    open_store,
+    read_marker,
+    read_secret,
+    root_as_url,
+)
+from unit.flows.flowkit import JOB, world
+
+
+def test_a_path_and_its_url_are_the_same_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    open_store(str(tmp_path / "a b")).put("x", b"1")
+    assert open_store("a b").get("x") == open_store((tmp_path / "a b").as_uri()).get("x") == b"1"
+    assert root_as_url("a") == f"file://{tmp_path}/a"
+
+
+@pytest.mark.covers("F78")
+@pytest.mark.parametrize("root", ["", "s4://bucket", "file://host/x", "http://x"])
+def test_a_root_that_no_store_serves_is_refused_with_those_that_are(root: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_store(root)
+    assert "file://" in error.value.todo or "file:///" in error.value.todo
+
+
+@pytest.mark.parametrize("log", ["redis://x", "commit.sqlite3", "etcd3://h"])
+def test_a_log_that_nothing_serves_is_refused_with_those_that_are(log: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        open_log(log, job=JOB, root_url=str(tmp_path))
+    assert all(s in error.value.todo for s in ("sqlite://", "etcd://", "etcds://"))
+
+
+def test_a_missing_root_is_an_error_and_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="does not exist"):
+        open_store(str(tmp_path / "missing"))
+    assert not (tmp_path / "missing").exists()
+    with pytest.raises(StoreError, match="cannot be created"):
+        open_store(str(tmp_path / "deep" / "er"), create=True)
+    open_store(str(tmp_path / "missing"), create=True)
+    assert (tmp_path / "missing").is_dir()
+
+
+def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(StoreError, match="not a directory"):
+        open_store(str(tmp_path / "f"))
+    with pytest.raises(StoreError, match="cannot be reached"):
+        open_store(str(tmp_path / "f" / "x"))
+
+
+def test_an_unreadable_or_read_only_root_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = os.R_OK | os.X_OK
+    monkeypatch.setattr(os, "access", lambda _path, mode: not mode & ~allowed)  # root may do anything, so the kernel cannot be asked
+    open_store(str(tmp_path))
+    with pytest.raises(StoreError, match="written"):
+        open_store(str(tmp_path), write=True)
+    allowed = 0
+    with pytest.raises(StoreError, match="read"):
+        open_store(str(tmp_path))
+
+
+def test_the_embedded_log_lies_beside_the_generations(tmp_path: Path) -> None:
+    assert log_url(None, job=JOB, root_url=str(tmp_path)) == f"sqlite://{tmp_path}/gpt/commit-log.sqlite3"
+    with pytest.raises(ConfigError, match="embedded log has no place"):
+        log_url(None, job=JOB, root_url="memory://x")
+    open_log(None, job=JOB, root_url=str(tmp_path)).close()
+    assert list(tmp_path.iterdir()) == []  # opening writes nothing
+
+
+def test_memory_parts_of_one_name_are_shared() -> None:
+    open_store("memory://shared").put("x", b"1")
+    assert open_store("memory://shared").get("x") == b"1"
+    assert not open_store("memory://other").exists("x")
+    secret = open_log("memory://shared", job=JOB, root_url="memory://x").secret(b"a" * 32)
+    assert open_log("memory://shared", job=JOB, root_url="memory://x").secret(b"b" * 32) == secret
+
+
+# ---------------------------------------------------------------- whose root it is
+@pytest.mark.covers("F31", "I8")
+def test_a_new_job_in_an_occupied_root_is_an_explicit_choice(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        with pytest.raises(ConfigError, match="gpt2") as error:
+            claim_root(w.store, "gpt2", log="sqlite:///x", uuid="")
+        assert "'gpt'" in error.value.what
+        assert "new_job=True" in error.value.todo
+        assert not (w.root / "gpt2").exists()
+        claim_root(w.store, "gpt2", log="sqlite:///x", uuid="", new_job=True)
+        claim_root(w.store, "gpt2", log="sqlite:///x", uuid="")  # no longer new
+
+
+@pytest.mark.covers("F31")
+def test_a_copy_of_another_jobs_directory_is_refused(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        claim_root(w.store, JOB, log=w.log.url, uuid=w.log.uuid())
+        shutil.copytree(w.root / JOB, w.root / "other")
+        with pytest.raises(ConfigError, match="belongs to job 'gpt'"):
+            claim_root(w.store, "other", log=w.log.url, uuid="")
+
+
+@pytest.mark.covers("F30", "F31")
+def test_another_log_than_the_one_that_vouches_for_a_root_is_refused(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w, world(tmp_path / "other", 5) as o:
+        claim_root(w.store, JOB, log=w.log.url, uuid=w.log.uuid())
+        with pytest.raises(ConfigError, match=o.log.uuid()) as error:
+            claim_root(w.store, JOB, log=o.log.url, uuid=o.log.uuid())
+        assert w.log.uuid() in str(error.value)
+        assert "log rebuild" in error.value.todo
+
+
+def test_a_root_is_bound_to_its_log_as_soon_as_that_has_an_identity(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    assert claim_root(store, JOB, log="etcd://h", uuid="").log == ""
+    assert claim_root(store, JOB, log="etcd://h", uuid="abc").log == "abc"
+    assert claim_root(store, JOB, log="etcd://h", uuid="").log == "abc"
+    marker = read_marker(store, JOB)
+    assert marker is not None
+    assert (marker.job, marker.log_kind) == (JOB, "etcd")
+
+
+def test_all_ranks_may_claim_at_once(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    got: list[object] = []
+    threads = [threading.Thread(target=lambda: got.append(claim_root(store, JOB, log="etcd://h", uuid="abc"))) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    assert len(got) == 8
+    assert len(set(map(str, got))) == 1
+
+
+# ---------------------------------------------------------------- agents
+@pytest.mark.covers("I10")
+def test_a_secret_that_others_may_read_or_that_is_short_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(os.urandom(24).hex().encode() + b"\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="read by others"):
+        read_secret(str(file))
+    file.chmod(0o600)
+    assert bytes.fromhex(read_secret(str(file))) == file.read_bytes().strip()
+    file.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="less than 16"):
+        read_secret(str(file))
+    assert read_secret("") == ""
+
+
+def test_an_agent_is_told_what_the_settings_say(tmp_path: Path) -> None:
+    settings = load({"job": JOB, "root": str(tmp_path), "replica": "r1", "agent_port": 7000, "deadlines.linger_s": 3.0}, env={})
+    told = agent_config(settings, rank=1, group_world_size=2, incarnation="i")
+    assert (told.root, told.log) == (f"file://{tmp_path}", f"sqlite://{tmp_path}/gpt/commit-log.sqlite3")
+    assert (told.port, told.linger_s, told.replica, told.runtime_dir) == (7001, 3.0, "r1", settings.runtime_dir)
