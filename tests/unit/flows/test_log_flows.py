@@ -11,7 +11,7 @@ from ftckpt.errors import NotFound
 from ftckpt.flows.log_check import LogCheck, log_check
 from ftckpt.flows.log_rebuild import plan_rebuild, rebuild
 from ftckpt.flows.select import choose
-from ftckpt.testing.generations import flip, open_entry, walk, write_generation
+from ftckpt.testing.generations import flip, open_entry, shorten, walk, write_generation
 from ftckpt.wiring import claim_root, read_marker
 from unit.flows.flowkit import JOB, World, world
 
@@ -41,6 +41,17 @@ def test_records_without_payload_and_payload_without_record_are_told_apart(tmp_p
         notes = {f.location: f.text for f in check.findings if f.grade == "note"}
         assert "the next start appends it" in notes[late.location]
         assert "may not be appended any more" in notes[other.location]
+
+
+@pytest.mark.covers("F3")
+@pytest.mark.parametrize("file", ["shard-00001-of-00002.safetensors", "leaves.json", "cursors/replica-0-r00001.json"])
+def test_a_file_of_the_wrong_size_or_none_is_an_error(tmp_path: Path, file: str) -> None:
+    with world(tmp_path / "root", 5) as w:
+        size = len(w.store.get(w.path(w.entries[0], file)))
+        shorten(w.store, w.path(w.entries[0], file), 1)
+        assert errors(log_check(w.log, w.store, JOB)) == [(0, f"{file} has {size - 1} bytes, expected {size}")]
+        w.store.remove(w.path(w.entries[0], file))
+        assert errors(log_check(w.log, w.store, JOB)) == [(0, f"{file} is missing")]
 
 
 @pytest.mark.covers("F81")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from ftckpt.domain.ledger import Entry
 from ftckpt.domain.sources import AtLocation, AtStep, Fresh
 from ftckpt.errors import FtckptError, LogRegressed, LogUnreachable, NotFound, NothingLoadable, ProgressExists
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import choose
+from ftckpt.ports import CommitLog
 from ftckpt.testing.generations import flip, shorten, walk, write_generation
 from ftckpt.wiring import open_log
 from unit.flows.flowkit import JOB, world
@@ -194,6 +197,22 @@ def test_all_replicas_that_adopt_at_once_agree(tmp_path: Path) -> None:
             t.join(20)
         assert (chosen, failed) == ([15] * 4, [])
         assert [e.step for e in w.log.entries()] == [5, 10, 15]
+
+
+@pytest.mark.covers("I2")
+def test_a_log_that_goes_on_between_two_reads_is_seen_as_one(tmp_path: Path) -> None:
+    class Late:
+        """The log, with a tail read before another writer's commit."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(w.log, name)
+
+        def tail(self, *, timeout: float | None = None) -> Entry:
+            return w.entries[0]
+
+    with world(tmp_path / "root", 5, 10) as w:
+        choice = choose(cast(CommitLog, Late()), w.store, JOB)
+        assert (choice.step, choice.tail, choice.opens) == (10, w.entries[1], False)
 
 
 @pytest.mark.covers("I3")
