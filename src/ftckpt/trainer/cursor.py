@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from ftckpt.trainer.states import StateRegistry
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ftckpt.errors import Damaged, Mismatch, Unstorable
+from ftckpt.format.leaves import decode_tree, encode_tree, path_name
+from ftckpt.trainer import rng as streams
+from ftckpt.trainer.layout import as_integers, check_storable, dtype_name
+from ftckpt.trainer.naming import decode_torch, encode_torch
+from ftckpt.trainer.states import State, StateRegistry
 
 
-def capture_cursor(registry: StateRegistry, loader_state: object | None) -> bytes:
-    """The ``Cursor.state`` document of this rank, as JSON bytes.
+def capture_cursor(registry: StateRegistry, loader_state: object | None, *, rng: bool = True) -> bytes:
+    """The state document of this rank, as JSON bytes.
 
     Args:
         registry: its states of scope "replica" are included.
         loader_state: the loader's ``state_dict()`` value, or ``None``.
+        rng: whether to include the RNG streams.
 
     Raises:
         Unstorable: names the key.
     """
-    raise NotImplementedError
+    doc: dict[str, object] = {"states": {s.name: _encode(s.value(), s.name) for s in registry.of_scope("replica")}}
+    if loader_state is not None:
+        doc["loader"] = _encode(loader_state, "loader")
+    if rng:
+        doc["rng"] = _encode(streams.capture_rng(), "rng")
+    return msgspec.json.encode(doc)
 
 
 def restore_cursor(doc: bytes, registry: StateRegistry, *, rng: bool = True) -> object | None:
     """Load per-replica states in place, then, last of all, the RNG streams.
 
     Args:
-        doc: ``Cursor.state`` as JSON bytes.
+        doc: from ``capture_cursor``.
         registry: live objects.
         rng: whether to set the RNG streams.
 
@@ -31,12 +52,110 @@ def restore_cursor(doc: bytes, registry: StateRegistry, *, rng: bool = True) -> 
         ``restore_cursor_rng`` afterwards).
 
     Raises:
-        Mismatch: a per-replica state is missing from the document.
-        Damaged: not such a document.
+        Mismatch: the per-replica states are not those of the document, or one could not take its value.
+        Damaged: not such a document; nothing was changed.
     """
-    raise NotImplementedError
+    cursor = _parse(doc)
+    live = {state.name: state for state in registry.of_scope("replica")}
+    stored = cursor.get("states", {})
+    if live.keys() != stored.keys():
+        missing, unexpected = sorted(live.keys() - stored.keys()), sorted(stored.keys() - live.keys())
+        raise Mismatch(
+            f"per-replica states do not fit: missing in the cursor {missing}, in the cursor but not registered {unexpected}",
+            now="nothing was changed",
+            todo="register with scope='replica' what was registered so when saved",
+        )
+    values = {name: _decode(node) for name, node in stored.items()}
+    loader = _decode(cursor["loader"]) if "loader" in cursor else None
+    for name, value in values.items():
+        give(live[name], value)
+    if rng:
+        restore_cursor_rng(doc)
+    return loader
 
 
 def restore_cursor_rng(doc: bytes) -> list[str]:
-    """Only the RNG streams of a cursor; the last thing of a resume. Returns what could not be set."""
-    raise NotImplementedError
+    """Set the RNG streams of a cursor; the last thing of a resume.
+
+    Returns:
+        What could not be set, one sentence each; also that the cursor has no streams.
+
+    Raises:
+        Damaged: not such a document; the streams are as before.
+    """
+    cursor = _parse(doc)
+    return streams.restore_rng(_decode(cursor["rng"])) if "rng" in cursor else ["the cursor holds no random streams"]
+
+
+def give(state: State, value: Any) -> None:
+    """Let a tree state take a decoded value; dicts and lists are filled in place.
+
+    Raises:
+        Mismatch: its ``load_state_dict`` or load function raised.
+    """
+    target = state.parts[0]
+    if state.load is not None:
+        call_user(state.name, state.load, value)
+        return
+    target.clear()
+    target.update(value) if isinstance(target, dict) else target.extend(value)
+
+
+def call_user(name: str, load: Callable[[Any], object], value: Any) -> None:
+    """Call a state's own load function.
+
+    Raises:
+        Mismatch: it raised.
+    """
+    try:
+        load(value)
+    except (Damaged, Mismatch):
+        raise
+    except Exception as e:
+        raise Mismatch(
+            f"state {name!r} could not take what was stored: {type(e).__name__}: {e}",
+            now="states before it were loaded already; do not train on with this mixture",
+            todo="mend its load function, or exclude the state",
+        ) from e
+
+
+def _parse(doc: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(doc, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise Damaged(f"a cursor is not readable: {e}", now="nothing was changed", todo="take another generation") from e
+
+
+def _encode(value: object, where: str) -> object:
+    def hook(path: tuple[object, ...], found: object) -> object | None:
+        if not isinstance(found, torch.Tensor):
+            return encode_torch(found)
+        key = f"{where}/{path_name(path)}"
+        check_storable(found, key)
+        if isinstance(found, DTensor) or type(found) not in (torch.Tensor, nn.Parameter):
+            raise Unstorable(f"{key} is a {type(found).__qualname__}; a cursor holds plain tensors", now="nothing was written")
+        plain = found.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = as_integers(plain).reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return {"$tensor": [dtype_name(plain.dtype), list(plain.shape), base64.b64encode(data).decode()]}
+
+    return encode_tree(value, hook=hook, where=where)
+
+
+def _decode(node: object) -> Any:
+    def resolve(found: dict[str, Any]) -> object:
+        if "$tensor" not in found:
+            return decode_torch(found)
+        try:
+            name, shape, text = found["$tensor"]
+            data = base64.b64decode(text, validate=True)
+            dtype = getattr(torch, name)
+            tensor = torch.empty(shape, dtype=dtype)
+            if len(data) != tensor.numel() * dtype.itemsize:
+                raise ValueError(f"{len(data)} bytes for {name} {shape}")
+            if data:
+                as_integers(tensor).view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            return tensor
+        except (ValueError, TypeError, AttributeError, RuntimeError, binascii.Error) as e:
+            raise Damaged(f"a cursor holds an unreadable tensor: {e}", now="nothing was changed", todo="take another generation") from e
+
+    return decode_tree(node, tensor=resolve)

@@ -35,11 +35,19 @@ class Live(NamedTuple):
     part: int
 
 
+class Extra(NamedTuple):
+    """A value in a module's ``state_dict`` that is no tensor; ``path`` and ``part`` as in ``Live``."""
+
+    value: Any
+    path: str
+    part: int
+
+
 class ModuleScan(NamedTuple):
     """What a module state has now: tensors by key, other values by key, and keys left out by ``only_trainable``."""
 
     tensors: dict[str, Live]
-    extras: dict[str, Any]
+    extras: dict[str, Extra]
     frozen: tuple[str, ...]
 
 
@@ -82,7 +90,7 @@ def scan_module(state: State) -> ModuleScan:
         ConfigError: two parts have different tensors under one key.
     """
     tensors: dict[str, Live] = {}
-    extras: dict[str, Any] = {}
+    extras: dict[str, Extra] = {}
     frozen = []
     for index, part in enumerate(state.parts):
         for path, value, role in _items(part):
@@ -94,7 +102,7 @@ def scan_module(state: State) -> ModuleScan:
                     todo="register the parts under names of their own",
                 )
             if not isinstance(value, torch.Tensor):
-                extras[key] = value
+                extras[key] = Extra(value, path, index)
             elif state.only_trainable and role == "param" and not value.requires_grad:
                 frozen.append(key)
             else:
@@ -184,6 +192,17 @@ def loose_state(optimizer: Optimizer) -> dict[object, Any]:
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     loose = {key: value for key, value in optimizer.state.items() if id(key) not in known}
     return {key: value for key, value in loose.items() if not (isinstance(key, torch.Tensor) and not value)}
+
+
+def key_of(step: str) -> object:
+    """The key that ``path_name`` wrote as one step (strings and the short forms; others stay as they are written)."""
+    if step[:2] == "~i":
+        return int(step[2:])
+    if step[:2] == "~b":
+        return step[2:] == "1"
+    if step in ("~n", "~e"):
+        return None if step == "~n" else ""
+    return step.replace("~1", "/").replace("~0", "~")
 
 
 class TreeEncoder:

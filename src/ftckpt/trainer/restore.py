@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any
 
-import msgspec
+import torch
 
+from ftckpt.errors import ConfigError, Unstorable
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import StateInfo
-from ftckpt.trainer.states import StateRegistry
+from ftckpt.trainer.cursor import give
+from ftckpt.trainer.loading_plan import Part, raise_all
+from ftckpt.trainer.modules import plan_module
+from ftckpt.trainer.naming import TreeEncoder, parameter_names
+from ftckpt.trainer.optimizers import OptimizerPart
+from ftckpt.trainer.reading import Index, Stored, read_all
+from ftckpt.trainer.report import OnMeta, OnMismatch, RestoreReport, StateReport, Strictness
+from ftckpt.trainer.states import State, StateRegistry
 
-Strictness = Literal["exact", "lenient", "cast", "lenient+cast"]
-OnMismatch = Literal["error", "fresh"]
+__all__ = ["OnMeta", "OnMismatch", "RestoreReport", "StateReport", "Strictness", "restore"]
 
-
-class StateReport(msgspec.Struct, kw_only=True):
-    """What happened to one state: keys are as in the table, without the state's name."""
-
-    name: str
-    source: str  # the stored state's name
-    outcome: str  # "loaded", "fresh", "absent", "empty", "excluded"
-    loaded: int = 0
-    missing: list[str] = msgspec.field(default_factory=list)  # live, not stored
-    unexpected: list[str] = msgspec.field(default_factory=list)  # stored, not live
-    cast: list[str] = msgspec.field(default_factory=list)
-    without_state: list[str] = msgspec.field(default_factory=list)  # parameters that have no optimizer state (D6)
-    notes: list[str] = msgspec.field(default_factory=list)
-
-
-class RestoreReport(msgspec.Struct, kw_only=True):
-    """One report per state in order of registration, and the bytes that were read."""
-
-    states: dict[str, StateReport]
-    bytes: int = 0
+_MODES = ("exact", "lenient", "cast", "lenient+cast")
+_ORDER = {"module": 0, "optimizer": 1, "tree": 2}
 
 
 def restore(
@@ -47,11 +36,13 @@ def restore(
     sources: Mapping[str, str | Sequence[str]] | None = None,
     strict: Strictness | Mapping[str, Strictness] = "exact",
     on_mismatch: OnMismatch | Mapping[str, OnMismatch] = "error",
+    meta: OnMeta = "error",
     threads: int = 2,
 ) -> RestoreReport:
     """Load stored states into the registered objects, in place.
 
-    Everything is checked first; all that does not fit is raised at once, before anything was changed.
+    Everything is checked first; all that does not fit is raised at once, before anything was changed. Then tensors are
+    filled block by verified block; parameter groups, ``load_state_dict`` of trees and the like come after the last byte.
 
     Args:
         registry: live objects; states of scope "replica" are passed over (see ``cursor``).
@@ -63,13 +54,147 @@ def restore(
         sources: live name -> stored name, or several in order of preference (an EMA copy into the model).
         strict: per live state, or one for all. "lenient" allows missing and unexpected keys and an absent state; "cast"
             allows other dtypes.
-        on_mismatch: "fresh" leaves an optimizer as it is when the stored state does not fit.
-        threads: threads that read and copy (1 or 2).
+        on_mismatch: "fresh" leaves an optimizer as it is when the stored state does not fit or is absent.
+        meta: what to do with parameters on the meta device: refuse, leave them, or give them memory on the CPU.
+        threads: threads that read and copy.
 
     Raises:
         Mismatch: lists every missing, unexpected, misshaped or differently typed key; nothing was changed.
         ConfigError: an unknown name in ``only``, ``exclude``, ``sources`` ...
         Damaged: bytes do not match their digest; tensors may have been overwritten: load again from another source
-            before training on. Learning rates, RNG streams, gradients and trees are as before.
+            before training on. Learning rates, RNG streams, gradients, optimizers' structure and trees are as before.
     """
-    raise NotImplementedError
+    chosen = _choose(registry, only, exclude, sources, strict, on_mismatch)
+    index = Index(images)
+    claimed: dict[object, Stored] = {}
+    names = parameter_names(registry.of_scope("shared"))
+    parts: list[Part] = []
+    problems: list[str] = []
+    report = RestoreReport()
+    read: set[str] = set()
+    for state in sorted(chosen, key=lambda s: _ORDER[s.kind]):
+        source = _source(state.name, sources or {}, states)
+        part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), claimed)
+        read.add(part.source)
+        fresh = _for(on_mismatch, state.name, "error") == "fresh"
+        _plan(part, state, source, leaves, states, names, meta)
+        if part.problems and fresh:
+            part.report.notes += part.problems
+            part = _left_alone(part)
+        problems += part.problems
+        parts.append(part)
+    raise_all(problems)
+    report.bytes = _apply(index, parts, threads)
+    report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
+    report.unread = [name for name in states if name not in read]
+    return report
+
+
+def _plan(
+    part: Part,
+    state: State,
+    source: str | None,
+    leaves: Mapping[str, Any],
+    states: Mapping[str, StateInfo],
+    names: Mapping[int, tuple[str, str]],
+    meta: OnMeta,
+) -> None:
+    if source is None:
+        part.report.outcome = "absent"
+        if not part.lenient:
+            part.problem(f"no state {part.source!r} was stored (stored are: {', '.join(states) or 'none'})")
+        return
+    info = states[source]
+    if info.kind != state.kind:
+        part.problem(f"it is registered as a {state.kind}, but {source!r} was stored as a {info.kind}")
+    elif state.kind == "module":
+        plan_module(part, state, leaves.get(source) or {}, info, meta)
+    elif state.kind == "optimizer":
+        OptimizerPart(part, state, names, leaves.get(source) or {}).plan()
+    else:
+        _plan_tree(part, state, source, leaves, info)
+
+
+def _plan_tree(part: Part, state: State, source: str, leaves: Mapping[str, Any], info: StateInfo) -> None:
+    if source not in leaves:
+        part.problem(f"the leaves of {source!r} are not stored")
+        return
+    if info.empty and isinstance(state.parts[0], torch.amp.GradScaler):
+        part.report.outcome = "empty"
+        part.report.notes.append("stored without content (a disabled scaler); this one is as it was")
+        return
+    containers = state.load is None
+    sharded = any(len(stored.chunks) > 1 for key in part.index.below(f"{source}/") if (stored := part.stored(key)) is not None)
+    template: dict[str, torch.Tensor] = {}
+    if containers or sharded:
+        encoder = TreeEncoder()
+        try:
+            encoder.encode(state.value(), source)
+            template = encoder.tensors
+        except Unstorable as e:
+            part.report.notes.append(f"its present tensors were not reused: {e.what}")
+    value = part.decode(leaves[source], template, in_place=containers)
+    part.report.loaded += 1
+    part.loads.append(lambda: give(state, value))
+
+
+def _apply(index: Index, parts: Sequence[Part], threads: int) -> int:
+    with torch.no_grad():
+        done = read_all(index, [sink for part in parts for sink in part.sinks], threads)
+        for part in parts:
+            for final in part.finals:
+                final()
+    for part in parts:
+        for load in part.loads:
+            load()
+    return done
+
+
+def _left_alone(part: Part) -> Part:
+    part.sinks, part.finals, part.loads, part.problems = [], [], [], []
+    part.report.outcome, part.report.loaded = "fresh", 0
+    return part
+
+
+# ------------------------------------------------------------ options
+def _choose(
+    registry: StateRegistry,
+    only: Collection[str] | None,
+    exclude: Collection[str],
+    sources: Mapping[str, str | Sequence[str]] | None,
+    strict: Strictness | Mapping[str, Strictness],
+    on_mismatch: OnMismatch | Mapping[str, OnMismatch],
+) -> list[State]:
+    shared = registry.of_scope("shared")
+    known = {state.name for state in shared}
+    wrong = []
+    for option, given in {"only": only, "exclude": exclude, "sources": sources, "strict": strict, "on_mismatch": on_mismatch}.items():
+        if isinstance(given, str) and option in ("only", "exclude"):
+            wrong.append(f"{option}={given!r} is a string; give a list of names")
+        elif not isinstance(given, str | None):
+            wrong += [f"{option} names {name!r}" for name in given if name not in known]
+    modes = strict.values() if isinstance(strict, Mapping) else [strict]
+    wrong += [f"strict={mode!r} is none of {', '.join(_MODES)}" for mode in modes if mode not in _MODES]
+    fresh = on_mismatch.items() if isinstance(on_mismatch, Mapping) else [(s.name, on_mismatch) for s in shared if s.kind == "optimizer"]
+    for name, what in fresh:
+        if what not in ("error", "fresh"):
+            wrong.append(f"on_mismatch={what!r} is neither 'error' nor 'fresh'")
+        elif what == "fresh" and name in known and registry[name].kind != "optimizer":
+            wrong.append(f"on_mismatch='fresh' is for optimizers, and {name!r} is a {registry[name].kind}")
+    if wrong:
+        raise ConfigError("; ".join(wrong), now="nothing was changed", todo=f"registered states are: {', '.join(sorted(known)) or 'none'}")
+    return [s for s in shared if (only is None or s.name in only) and s.name not in exclude]
+
+
+def _for(option: Any, name: str, default: str) -> Any:
+    return option.get(name, default) if isinstance(option, Mapping) else option
+
+
+def _wanted(name: str, sources: Mapping[str, str | Sequence[str]]) -> list[str]:
+    wanted = sources.get(name, name)
+    return [wanted] if isinstance(wanted, str) else [*wanted]
+
+
+def _source(name: str, sources: Mapping[str, str | Sequence[str]], states: Mapping[str, StateInfo]) -> str | None:
+    """The first stored state among those that may fill this one."""
+    return next((source for source in _wanted(name, sources) if source in states), None)

@@ -1,0 +1,113 @@
+"""Loading a module's tensors in place, and what only its own ``state_dict`` can take; changes nothing while planning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from ftckpt.format.manifest import StateInfo
+from ftckpt.trainer.cursor import call_user
+from ftckpt.trainer.loading_plan import Part
+from ftckpt.trainer.naming import Live, ModuleScan, clean_key, scan_module, state_dict_of
+from ftckpt.trainer.report import OnMeta
+from ftckpt.trainer.states import State
+
+_EXTRA = "_extra_state"
+
+
+def plan_module(part: Part, state: State, doc: Mapping[str, Any], info: StateInfo, meta: OnMeta) -> None:
+    """Check a module state against what was stored and record what to fill."""
+    scan = scan_module(msgspec.structs.replace(state, only_trainable=False))
+    stored = set(part.index.below(f"{part.source}/")) - {key for key in scan.extras if key in doc}
+    own = {key for key in stored if not any(key.startswith(f"{extra}/") for extra in doc)}
+    for key in sorted(own - scan.tensors.keys()):
+        part.unexpected(key)
+    for key in sorted(doc.keys() - scan.extras.keys()):
+        part.unexpected(key)
+    fill: dict[str, Live] = {}
+    for key, live in scan.tensors.items():
+        if key in own:
+            fill[key] = live
+        elif not (info.partial and live.role == "param"):
+            part.missing(key)
+        elif live.tensor.requires_grad:
+            part.report.missing.append(key)
+            part.report.notes.append(f"{key} is trained here, but was not when stored: it keeps its value")
+        else:
+            part.report.missing.append(key)
+    if info.partial:
+        part.report.notes.append(f"stored in part: {info.note}")
+    computed = {key: live for key, live in fill.items() if live.role == "computed"}
+    _fill(part, state, {key: live for key, live in fill.items() if live.role != "computed"}, meta)
+    _load_rest(part, state, scan, doc, computed)
+
+
+def _fill(part: Part, state: State, fill: Mapping[str, Live], meta: OnMeta) -> None:
+    made: dict[int, torch.Tensor] = {}
+    for key, live in fill.items():
+        stored = part.stored(key)
+        if stored is None:
+            continue
+        tensor = live.tensor
+        if tensor.is_meta:
+            if meta == "error":
+                part.problem(f"{key} is on the meta device (meta='skip' leaves it, meta='materialize' gives it memory)")
+                continue
+            if meta == "skip":
+                part.report.notes.append(f"{key} is on the meta device and was left there")
+                continue
+            if id(tensor) not in made:
+                memory = torch.empty_like(tensor.detach(), device="cpu")
+                made[id(tensor)] = nn.Parameter(memory, requires_grad=tensor.requires_grad) if live.role == "param" else memory
+            tensor = made[id(tensor)]
+            part.finals.append(partial(_put, state.parts[live.part], live.path, tensor))
+        part.sink(key, stored, tensor)
+        part.report.loaded += 1
+    if made:
+        left = [n for p in state.parts for n, b in p.named_buffers() if b.is_meta and clean_key(n) not in fill]
+        part.report.notes += [f"buffer {name} is not stored and still on the meta device" for name in left]
+
+
+def _put(module: nn.Module, path: str, new: torch.Tensor) -> None:
+    """Put memory in the place of a meta tensor."""
+    owner_path, _, leaf = path.rpartition(".")
+    owner = module.get_submodule(owner_path)
+    if isinstance(new, nn.Parameter):
+        owner._parameters[leaf] = new
+    else:
+        owner._buffers[leaf] = new
+
+
+def _load_rest(part: Part, state: State, scan: ModuleScan, doc: Mapping[str, Any], computed: Mapping[str, Live]) -> None:
+    """Extra state goes to its module; a module that computes its ``state_dict`` gets one whole."""
+    values: dict[str, Any] = {}
+    for key in scan.extras:
+        if key in doc:
+            values[key] = part.decode(doc[key])
+            part.report.loaded += 1
+        else:
+            part.missing(key)
+    if not computed and all(key.rpartition(".")[2] == _EXTRA for key in values):
+        for key, value in values.items():
+            extra = scan.extras[key]
+            owner = state.parts[extra.part].get_submodule(extra.path.rpartition(".")[0])
+            part.loads.append(partial(call_user, part.name, owner.set_extra_state, value))
+        return
+    for key, live in computed.items():
+        stored = part.stored(key)
+        if stored is not None:
+            values[key] = torch.empty_like(live.tensor.detach())
+            part.sink(key, stored, values[key])
+            part.report.loaded += 1
+    for module in state.parts:
+        part.loads.append(partial(call_user, part.name, partial(_load_whole, module), values))
+
+
+def _load_whole(module: nn.Module, values: Mapping[str, Any]) -> None:
+    given = state_dict_of(module)
+    module.load_state_dict({path: values.get(clean_key(path), value) for path, value in given.items()})

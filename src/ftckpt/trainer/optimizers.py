@@ -1,0 +1,201 @@
+"""Loading an optimizer's state by parameter name, without a dummy step: nothing changes until every byte was verified.
+
+Must not touch gradients, parameters, random streams or, before the very end, learning rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from ftckpt.format.leaves import path_name
+from ftckpt.trainer.loading_plan import Part
+from ftckpt.trainer.naming import Parameter, key_of, optimizer_groups, optimizer_parameters
+from ftckpt.trainer.reading import Stored
+from ftckpt.trainer.states import State
+
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})  # how to compute, not what: kept as they are live
+
+
+class OptimizerPart:
+    """Plans how one optimizer state is loaded.
+
+    Args:
+        part: collects sinks, problems and what to do at the end.
+        state: the live optimizers.
+        names: ``parameter_names`` of the live modules.
+        doc: the stored state's leaves.
+    """
+
+    def __init__(self, part: Part, state: State, names: Mapping[int, tuple[str, str]], doc: Mapping[str, Any]) -> None:
+        self._part, self._state, self._doc = part, state, doc
+        self._parameters = optimizer_parameters(state, dict(names))
+        self._groups = [group for groups in doc.get("groups", {}).values() for group in groups]
+        self._place = {fqn: (group, i) for group in self._groups for i, fqn in enumerate(group["params"])}
+        self._allocated: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def plan(self) -> None:
+        """Check everything and record sinks and final assignments."""
+        if not self._groups:
+            self._part.problem("its parameter groups are not stored")
+            return
+        saved = self._saved()
+        live = {path_name((p.fqn,)) for p in self._parameters}
+        for fqn in sorted({path_name((f,)) for f in self._place} | set(saved)):
+            if fqn not in live:
+                self._part.unexpected(f"state/{fqn}")
+        for parameter in self._parameters:
+            self._plan_parameter(parameter, saved.get(path_name((parameter.fqn,)), {}))
+        self._plan_groups()
+        self._plan_loose()
+
+    def _saved(self) -> dict[str, dict[object, Any]]:
+        """Escaped parameter name -> key -> stored tensor or encoded value."""
+        saved: dict[str, dict[object, Any]] = {}
+        loose = self._doc.get("state", {})
+        for name in self._part.index.below(f"{self._part.source}/state/"):
+            steps = name.split("/")
+            if len(steps) == 2:
+                saved.setdefault(steps[0], {})[key_of(steps[1])] = self._part.stored(f"state/{name}")
+        for fqn, values in loose.items():
+            for key, node in values.items():
+                saved.setdefault(path_name((fqn,)), {})[key_of(key)] = _Value(self._part.decode(node))
+        return saved
+
+    def _plan_parameter(self, parameter: Parameter, saved: dict[object, Any]) -> None:
+        place = self._place.get(parameter.fqn)
+        if place is None:
+            self._part.missing(f"state/{path_name((parameter.fqn,))}")
+            return
+        shape = tuple(place[0]["shapes"][place[1]])
+        if shape != tuple(parameter.tensor.shape):
+            self._part.problem(f"{parameter.fqn}: stored for shape {shape}, the parameter has {tuple(parameter.tensor.shape)}")
+            return
+        optimizer: Optimizer = self._state.parts[parameter.part]
+        live = optimizer.state.get(parameter.tensor) or {}
+        if not saved:
+            self._part.report.without_state.append(parameter.fqn)
+            self._part.finals.append(lambda: optimizer.state.pop(parameter.tensor, None))
+            return
+        values: dict[object, Any] = {}
+        for key, value in saved.items():
+            self._part.report.loaded += 1
+            values[key] = value.value if isinstance(value, _Value) else self._target(parameter, key, value, live.get(key))
+        for key, value in live.items():
+            if key not in values:
+                self._part.missing(f"state/{path_name((parameter.fqn, key))}")
+                values[key] = value
+        self._part.finals.append(lambda: _assign(optimizer, parameter.tensor, values))
+
+    def _target(self, parameter: Parameter, key: object, stored: Stored, live: object) -> torch.Tensor:
+        """The tensor that the stored one is read into: the live one if it fits, else a new one as the optimizer would make it."""
+        if isinstance(live, torch.Tensor):
+            self._part.sink(f"state/{path_name((parameter.fqn, key))}", stored, live)
+            return live
+        tensor = parameter.tensor
+        device = tensor.device
+        if key == "step":  # as torch.optim does: a float on the CPU unless the implementation wants it beside the parameter
+            group = optimizer_groups(self._state)[parameter.group]
+            device = device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+        shared = self._allocated.get((stored.name, device))
+        if shared is not None:
+            return shared
+        if stored.shape == tuple(tensor.shape) and (stored.shape or key != "step"):
+            new = torch.empty_like(tensor.detach(), dtype=stored.dtype)
+        else:
+            new = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            if isinstance(tensor, DTensor) and stored.shape:
+                mesh = tensor.device_mesh
+                new = DTensor.from_local(new, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        self._allocated[stored.name, device] = new
+        self._part.sink(f"state/{path_name((parameter.fqn, key))}", stored, new)
+        return new
+
+    # ------------------------------------------------------------ parameter groups
+    def _plan_groups(self) -> None:
+        empty = [group for group in self._groups if not group["params"]]
+        by_group: dict[int, list[str]] = {}
+        for parameter in self._parameters:
+            by_group.setdefault(parameter.group, []).append(parameter.fqn)
+        for index, group in enumerate(optimizer_groups(self._state)):
+            fqns = by_group.get(index, [])
+            if not fqns and not empty:
+                self._part.report.notes.append(f"group {index} has no parameters and none such was stored; its options are as they were")
+                continue
+            sources = [empty.pop(0)] if not fqns else _distinct(self._place[f][0] for f in fqns if f in self._place)
+            if not sources:
+                continue
+            options: list[dict[str, Any]] = [self._part.decode(source["options"], eager=True) for source in sources]
+            differing = _differing(options)
+            if differing:
+                self._part.problem(f"group {index} joins parameters that were stored with different {', '.join(sorted(differing))}")
+            self._part.finals.append(partial(_set_options, group, options[0]))
+            kept = {k for k in IMPLEMENTATION & options[0].keys() & group.keys() if _unequal(options[0][k], group[k])}
+            if kept:
+                self._part.report.notes.append(f"group {index} keeps its own {', '.join(sorted(kept))}")
+        if empty:
+            self._part.report.notes.append(f"{len(empty)} stored groups without parameters were passed over")
+
+    def _plan_loose(self) -> None:
+        node = self._doc.get("loose")
+        if node is None:
+            return
+        values: Any = self._part.decode(node)
+        if len(values) != len(self._state.parts):
+            self._part.problem(f"state of {len(values)} optimizers is stored, here are {len(self._state.parts)}")
+            return
+        for optimizer, value in zip(self._state.parts, values, strict=True):
+            self._part.finals.append(partial(optimizer.state.update, value))
+
+
+class _Value:
+    """A decoded value that is no tensor of the table."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def _assign(optimizer: Optimizer, parameter: torch.Tensor, values: dict[Any, Any]) -> None:
+    held = optimizer.state[parameter]
+    held.clear()
+    held.update(values)
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    for key, value in options.items():
+        live = group.get(key)
+        if key in IMPLEMENTATION and key in group:
+            continue
+        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor | float | int) and not isinstance(live, DTensor):
+            with torch.no_grad():
+                live.copy_(torch.as_tensor(value))  # whoever holds the tensor sees the new value
+        else:
+            group[key] = value
+
+
+def _distinct(groups: Any) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {id(group): group for group in groups}
+    return list(found.values())
+
+
+def _differing(options: list[Any]) -> set[str]:
+    first = options[0]
+    return {
+        key
+        for other in options[1:]
+        for key in first.keys() | other.keys()
+        if key not in IMPLEMENTATION and (key not in first or key not in other or _unequal(first[key], other[key]))
+    }
+
+
+def _unequal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return not torch.equal(a, b)
+    return type(a) is not type(b) or a != b
+
+

@@ -1,0 +1,48 @@
+"""What a restore did, state by state: values for the facade, logs and tests."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Strictness = Literal["exact", "lenient", "cast", "lenient+cast"]
+OnMismatch = Literal["error", "fresh"]
+OnMeta = Literal["error", "skip", "materialize"]
+
+
+class StateReport(msgspec.Struct, kw_only=True):
+    """What happened to one live state; keys are as in the table, without the state's name.
+
+    Args:
+        source: the stored state's name.
+        outcome: "loaded", "fresh" (left as it was, since it did not fit), "absent", "empty" (stored without content).
+        loaded: tensors and values set.
+        missing: live, but not stored. unexpected: stored, but not live.
+        cast: stored with another dtype and converted.
+        without_state: parameters that have no optimizer state, as stored.
+        notes: what else the user should know.
+    """
+
+    name: str
+    source: str
+    outcome: str = "loaded"
+    loaded: int = 0
+    missing: list[str] = msgspec.field(default_factory=list)
+    unexpected: list[str] = msgspec.field(default_factory=list)
+    cast: list[str] = msgspec.field(default_factory=list)
+    without_state: list[str] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+
+class RestoreReport(msgspec.Struct, kw_only=True):
+    """One report per loaded state in order of registration.
+
+    Args:
+        unread: stored states that were not loaded into anything.
+        bytes: read from the images by this rank.
+    """
+
+    states: dict[str, StateReport] = msgspec.field(default_factory=dict)
+    unread: list[str] = msgspec.field(default_factory=list)
+    bytes: int = 0
