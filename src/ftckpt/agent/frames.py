@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from ftckpt.errors import Damaged
+
 MAGIC = b"ftckjrn1"
 MAX_FRAME = 256 << 20  # bytes of one entry
 _HEAD = struct.Struct("<IQ")
@@ -42,8 +44,16 @@ def parse(data: bytes) -> Iterator[Entry]:
 
 
 def read(path: Path) -> Iterator[Entry]:
-    """Entries of a file. Raises FileNotFoundError."""
-    return parse(path.read_bytes())
+    """Entries of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Damaged: it does not begin as a journal does.
+    """
+    data = path.read_bytes()
+    if not MAGIC.startswith(data[: len(MAGIC)]):
+        raise Damaged(f"{path} is not a cursor journal of this release: it begins with {data[: len(MAGIC)]!r}")
+    return parse(data)
 
 
 def open_to_append(path: Path) -> int:

@@ -14,6 +14,7 @@ from ftckpt.agent import frames
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.work import surfacing
 from ftckpt.domain.journal import NEWEST, kept
+from ftckpt.errors import Damaged, StoreError
 
 logger = logging.getLogger("ftckpt.agent")
 
@@ -46,7 +47,11 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
     def open(self) -> None:
-        """Read what is there (a torn tail is left out) and start the thread."""
+        """Read what is there and start the thread. A torn tail is left out; a file of another kind is put aside.
+
+        Raises:
+            StoreError: there is a file that cannot be read.
+        """
         try:
             for ordinal, state in frames.read(self.path):
                 self._enter(ordinal, state)
@@ -54,6 +59,12 @@ class Journal:
             self._rewrite = True  # begins with a file that is whole and compact
         except FileNotFoundError:
             pass
+        except Damaged as e:
+            aside = self.path.with_name(f"{self.path.name}.{time.time_ns()}.unreadable")
+            self.path.rename(aside)
+            self._desk.warn("journal", f"{e.what}; it was renamed to {aside}")
+        except OSError as e:
+            raise StoreError(f"cursor journal {self.path} cannot be read: {e}", now="it was not changed", todo="check its permissions and its disk") from e
         self._thread.start()
 
     def draw(self, ordinal: int, state: bytes) -> None:

@@ -6,7 +6,6 @@ Must not know what the bytes mean, and leaves nothing behind: the memory goes wh
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -14,31 +13,28 @@ import threading
 import weakref
 
 from ftckpt.errors import AgentError, ConfigError
-from ftckpt.format.table import PAGE, page_up
+from ftckpt.format.table import page_up
 from ftckpt.link import budget
+from ftckpt.link.mapping import Mapping
 
-_POPULATE_WRITE = 23  # madvise, Linux 5.14
 _STRIDE = 8 << 20  # bytes prefaulted per system call: bounds how long the memory map is locked
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-_kept_in_child: list[mmap.mmap] = []  # unmapped there already; never to be finalised (it would unmap what came after)
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 class Arena:
     """``slots`` regions of ``slot_bytes`` bytes, each beginning on a page."""
 
-    def __init__(self, fd: int, memory: mmap.mmap | None, slots: int, slot_bytes: int) -> None:
+    def __init__(self, fd: int, memory: Mapping, slots: int, slot_bytes: int) -> None:
         self.fd = fd
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._stride = page_up(slot_bytes)
-        self._memory = memory
+        self._memory: Mapping | None = memory
         self._prefault: threading.Thread | None = None
         self._stop = threading.Event()
-        _open_arenas.add(self)
+        _arenas.add(self)
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int) -> Arena:
@@ -57,13 +53,11 @@ class Arena:
         try:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
-            memory.madvise(mmap.MADV_DONTFORK)
-            with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        except BaseException:
+            memory = Mapping(fd, size, writable=True)
+        except OSError as e:
             os.close(fd)
-            raise
+            raise ConfigError(f"an arena of {size:,} bytes cannot be had: {e}", now="no memory was taken", todo="give the job more memory") from e
+        memory.advise(mmap.MADV_HUGEPAGE)
         return cls(fd, memory, slots, slot_bytes)
 
     @classmethod
@@ -75,19 +69,16 @@ class Arena:
         """
         try:
             size = cls._size(slots, slot_bytes)
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            found = os.fstat(fd).st_size
+            seals, found = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
             if seals & _SEALS != _SEALS or found != size:
                 raise AgentError(f"arena refused: seals {seals:#x}, {found} bytes where {size} were stated", now="nothing was mapped")
-            memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-            memory.madvise(mmap.MADV_DONTFORK)
-        except OSError as e:
+            return cls(fd, Mapping(fd, size, writable=False), slots, slot_bytes)
+        except (OSError, ConfigError) as e:
             os.close(fd)
             raise AgentError(f"arena refused: {e}", now="nothing was mapped") from e
-        except BaseException:
+        except AgentError:
             os.close(fd)
             raise
-        return cls(fd, memory, slots, slot_bytes)
 
     @staticmethod
     def _size(slots: int, slot_bytes: int) -> int:
@@ -107,7 +98,7 @@ class Arena:
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of {self.slots}")
         begin = index * self._stride
-        return memoryview(self._memory)[begin : begin + self.slot_bytes]
+        return self._memory.view()[begin : begin + self.slot_bytes]
 
     def prefault(self, *, background: bool = True) -> None:
         """Touch every page once, so that the first capture is as fast as later ones.
@@ -129,19 +120,11 @@ class Arena:
         return not self._prefault.is_alive()
 
     def _populate(self) -> None:
-        """Populate stride by stride outside the interpreter lock; older kernels get one written-back byte per page."""
         memory = self._memory
-        if memory is None:
-            return
-        anchor = (ctypes.c_char * len(memory)).from_buffer(memory)  # keeps it mapped meanwhile
-        base = ctypes.addressof(anchor)
-        for at in range(0, len(memory), _STRIDE):
-            if self._stop.is_set():
+        for at in range(0, self.nbytes, _STRIDE):
+            if memory is None or self._stop.is_set():
                 return
-            size = min(_STRIDE, len(memory) - at)
-            if _libc.madvise(base + at, size, _POPULATE_WRITE) != 0:
-                for page in range(at, at + size, PAGE):
-                    ctypes.memmove(base + page, base + page, 1)
+            memory.populate(at, min(_STRIDE, self.nbytes - at))
 
     def close(self) -> None:
         """Let go of descriptor and mapping; memory still viewed elsewhere is unmapped when the last view goes."""
@@ -153,20 +136,18 @@ class Arena:
             self.fd = -1
         memory, self._memory = self._memory, None
         if memory is not None:
-            with contextlib.suppress(BufferError):
-                memory.close()
+            memory.close()
 
     def _forked(self) -> None:
+        self._memory = None
         if self.fd >= 0:
-            os.close(self.fd)
+            with contextlib.suppress(OSError):
+                os.close(self.fd)
             self.fd = -1
-        if self._memory is not None:
-            _kept_in_child.append(self._memory)
-            self._memory = None
 
 
 def _after_fork_in_child() -> None:
-    for arena in list(_open_arenas):
+    for arena in list(_arenas):
         arena._forked()
 
 
