@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import random
 import shutil
 import signal
 import socket
@@ -29,15 +30,21 @@ def have_etcd() -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nothing listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports of 127.0.0.1 that nothing listens on now, below those that the kernel gives to outgoing connections.
+
+    A client that knocks on a port of the kernel's own range before the server listens may be given that very port.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in found:
+            found.append(port)
+    return found
 
 
 def _die_with_parent() -> None:

@@ -25,7 +25,7 @@ class Failed(grpc.RpcError):
         return self._details
 
 
-LIBRARY = {name: kind for name, kind in inspect.getmembers(etcd_errors, lambda o: inspect.isclass(o) and issubclass(o, Exception))}
+LIBRARY = dict(inspect.getmembers(etcd_errors, lambda o: inspect.isclass(o) and issubclass(o, Exception)))
 MAPPED = {
     "Etcd3Exception": Fault.UNCLEAR,
     "WatchTimedOut": Fault.UNSENT,
@@ -104,6 +104,6 @@ def test_a_closed_channel_is_known_to_the_edge() -> None:
     endpoint.close()
     with pytest.raises(FOREIGN):
         etcd3.etcdrpc.KVStub(endpoint.channel).Range(etcd3.etcdrpc.RangeRequest(key=b"k"), 1)
+    endpoint.fail()
     with pytest.raises(FOREIGN):
-        endpoint.fail()
         endpoint.use()

@@ -85,9 +85,13 @@ def test_a_full_disk_loses_nothing_and_is_survived(path: Path, monkeypatch: pyte
     fill(log, 3)
     pages = len(path.read_bytes()) // 4096
     monkeypatch.setattr(sqlite, "_SETTINGS", (*sqlite._SETTINGS, f"PRAGMA max_page_count={pages + 1}"))
-    with pytest.raises(LogFull, match="full"):
+
+    def fill_up() -> None:
         for i in range(3, 100):
             log.append(generation(i + 1), expect_tail=i - 1)
+
+    with pytest.raises(LogFull, match="full"):
+        fill_up()
     kept = log.entries()
     monkeypatch.undo()
     assert log.append(generation(500), expect_tail=kept[-1].index).index == len(kept)
