@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torchft.process_group import ProcessGroupGloo
 
 from ftckpt.domain.ledger import Entry
-from ftckpt.errors import DeadlineExceeded, FtckptError, LogUnreachable
+from ftckpt.errors import DeadlineExceeded, FtckptError, LogUnreachable, PeerError
 from ftckpt.trainer.replicas.base import Callbacks, Position
 from ftckpt.trainer.replicas.bounds import Limits
 from ftckpt.trainer.replicas.hooks import ddp, safe_allreduce_hook
 from ftckpt.trainer.replicas.torchft import FtReplica, Timeouts, build_manager
 
-STEP_TIMEOUT = 8.0
+STEP_TIMEOUT = 5.0
 
 
 class FileLog:
@@ -45,8 +45,8 @@ class FileLog:
 class FileCarrier:
     """Published states as directories: tensors raw, bytes and numbers as JSON."""
 
-    def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name, self.count = root / "carried", name, 0
+    def __init__(self, root: Path, name: str, fails: bool) -> None:
+        self.root, self.name, self.count, self.fails = root / "carried", name, 0, fails
         self.root.mkdir(exist_ok=True)
 
     def metadata(self) -> str:
@@ -71,6 +71,8 @@ class FileCarrier:
 
     def fetch(self, metadata: str, step: int, timeout: float) -> dict[str, Any]:
         until = time.monotonic() + timeout
+        if self.fails:
+            raise PeerError("the network is cut")
         while time.monotonic() < until:
             found = self._newest(json.loads(metadata)["from"], step)
             if found is not None:
@@ -115,7 +117,7 @@ class Worker:
         self.log = FileLog(self.root)
         self.fail_load = spec.get("fail_load", False)
         self.loaded: list[int] = []
-        self.carrier = FileCarrier(self.root, f"{self.name}r{rank}")
+        self.carrier = FileCarrier(self.root, f"{self.name}r{rank}", spec.get("fail_fetch", False))
         self.manager = build_manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=STEP_TIMEOUT)),
             min_replica_size=spec.get("min_replica_size", 1),
@@ -204,7 +206,15 @@ class Worker:
         p = Position(trajectory=t, counts=dict(self.replica.counts), samples=self.replica.samples)
         (self.root / f"generation-{index}.json").write_text(json.dumps({"w": self.w.tolist(), "position": p.encode().decode()}))
         entry = Entry(
-            index=index, kind="generation", log="L", step=t.step, trajectory=t.h, prev=index - 1, base=index - 1, attempt="0" * 8, writer=self.name
+            index=index,
+            kind="generation",
+            log="L",
+            step=t.step,
+            trajectory=t.h,
+            prev=index - 1,
+            base=index - 1,
+            attempt="0" * 8,
+            writer=self.name,
         )
         path = self.root / "log.json"
         entries = msgspec.json.decode(path.read_bytes(), type=list[Entry]) if path.exists() else []
@@ -235,8 +245,8 @@ class Worker:
         if wrap == "ddp":
             model = ddp(model)
         elif wrap == "fsdp":
-            from torch.distributed.fsdp import fully_shard
             from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
 
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ def safe_allreduce_hook(manager: FtManager, model: torch.nn.Module) -> None:
             todo="pass the plain module, or wrap it with ftckpt.trainer.replicas.hooks.ddp",
         )
     if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(model.process_group, _ddp_hook(manager))
+        # DDP reads a hook's annotations; a lambda has none
+        model.register_comm_hook(model.process_group, lambda group, bucket: _reduce_bucket(manager, group, bucket))
         return
 
     def reduce(gradient: torch.Tensor) -> None:
@@ -85,18 +86,15 @@ def _reduce(manager: FtManager, tensor: torch.Tensor) -> bool:
     return bool(manager.allreduce(tensor).wait()) and manager.errored() is None
 
 
-def _ddp_hook(manager: FtManager) -> Callable[[dist.ProcessGroup, Any], torch.futures.Future[torch.Tensor]]:
-    def hook(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        gradient = bucket.buffer()
-        if group.size() > 1:
-            gradient.div_(group.size())
-            dist.all_reduce(gradient, group=group)
-        _reduce(manager, gradient)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(gradient)
-        return done
-
-    return hook
+def _reduce_bucket(manager: FtManager, group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    gradient = bucket.buffer()
+    if group.size() > 1:
+        gradient.div_(group.size())
+        dist.all_reduce(gradient, group=group)
+    _reduce(manager, gradient)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(gradient)
+    return done
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
