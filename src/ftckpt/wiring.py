@@ -218,6 +218,11 @@ def read_marker(store: BlobStore, job: str) -> Marker | None:
         return None
 
 
+def vouching(log: CommitLog) -> str:
+    """The uuid of a log that has entries; empty for one that vouches for nothing yet (new, or lost and begun anew)."""
+    return log.uuid() if log.tail() is not None else ""
+
+
 def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool = False) -> Marker:
     """Check that ``<root>/<job>`` is this job's and this log's, and mark it so (F30, F31). Called before anything is written.
 
@@ -227,7 +232,7 @@ def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool
         store: the root.
         job: name of the training run.
         log: the log's URL.
-        uuid: the log's uuid; empty if it was never written.
+        uuid: of the log if it has entries (see ``vouching``), else empty: what an empty log means is for the recovery ladder.
         new_job: accept that the root has other jobs but not this one.
 
     Raises:
@@ -275,7 +280,7 @@ def check_marker(have: Marker, want: Marker, where: str) -> None:
 
 
 def remark(store: BlobStore, job: str, *, log: str, uuid: str) -> None:
-    """Bind a root to another log: only after ``ftckpt log rebuild``."""
+    """Bind a root to another log: only by ``ftckpt log rebuild``, or with the user's word to start from zero."""
     store.put(f"{job}/{MARKER}", encode(Marker(job=job, log_kind=urlsplit(log).scheme, log=uuid)))
 
 

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from ftckpt import config, wiring
-from ftckpt.errors import ConfigError, NotFound
+from ftckpt.errors import ConfigError, Damaged, LogError, NotFound
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,15 +99,13 @@ def check_log(parts: Parts) -> None:
     Raises:
         ConfigError: another log.
     """
-    from ftckpt.errors import LogError
-
     marker = wiring.read_marker(parts.store, parts.settings.job)
     if marker is None:
         return
     try:
-        uuid = parts.log.uuid()
-    except LogError:
-        return
+        uuid = wiring.vouching(parts.log)
+    except (LogError, Damaged):
+        return  # what that means is for the recovery ladder
     wiring.check_marker(marker, wiring.Marker(job=parts.settings.job, log_kind=parts.log_url.partition(":")[0], log=uuid), parts.store.url)
 
 

@@ -19,6 +19,7 @@ from ftckpt.flows.scan import scan
 from ftckpt.flows.verify import Progress, verify
 from ftckpt.format.manifest import record
 from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.wiring import read_marker, remark
 
 Level = Literal["headers", "full"]
 ROUNDS = 8  # how often the choice begins anew when the tail moves meanwhile
@@ -78,7 +79,8 @@ def choose(
         verify_level: what a candidate must pass: "headers" (all small files, sizes and headers; blocks are verified when they
             are read) or "full" (every byte).
         memory: captures that the agents of this replica hold.
-        adopt: append finished generations without record first (rule 9); else such a one is chosen as "durable".
+        adopt: may write: append finished generations without record first (rule 9; else such a one is chosen as "durable"),
+            and bind the root to this log when told to start from zero.
         findings: what is known already of locations, by earlier tries to load them; added to.
         progress: called with file and bytes while verifying.
         timeout: deadline of one call to the log, in seconds.
@@ -97,10 +99,19 @@ def choose(
     for _ in range(ROUNDS):
         at = look(log, store, job, memory, timeout=timeout)
         choice = _settle(at, request or Newest(), probe, findings)
+        if adopt and choice.source == "fresh" and at.log.state == "ok":
+            _rebind(log, store, job)
         if choice.source != "durable" or not adopt:
             return choice
         adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
     raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
+
+
+def _rebind(log: CommitLog, store: BlobStore, job: str) -> None:
+    """A fresh start leaves a lost log's generations behind: from now on this log vouches for the root."""
+    marker = read_marker(store, job)
+    if marker is not None and marker.log not in ("", log.uuid()):
+        remark(store, job, log=log.url, uuid=log.uuid())
 
 
 def _settle(

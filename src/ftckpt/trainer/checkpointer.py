@@ -33,7 +33,7 @@ from ftckpt.trainer.saving import Saver
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.states import Scope, StateRegistry
 from ftckpt.trainer.tail import TailReader
-from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, read_secret
+from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, read_secret, vouching
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ class Checkpointer:
             same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
             group.check_equal("settings", same.encode(), what="job, root, log and replica")
             url = log_url(settings.log, job=settings.job, root_url=settings.root)
-            claim_root(store, settings.job, log=url, uuid=commit_log.uuid(), new_job=settings.new_job)
+            claim_root(store, settings.job, log=url, uuid=vouching(commit_log), new_job=settings.new_job)
             told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
             client = AgentClient.open(told, on_warning=_warn)
         except BaseException:

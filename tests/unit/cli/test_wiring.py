@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from ftckpt.config import load
-from ftckpt.errors import ConfigError, NotFound, StoreError
+from ftckpt.domain.sources import Fresh
+from ftckpt.domain.trajectory import genesis
+from ftckpt.errors import ConfigError, NotFound, ProgressExists, StoreError
+from ftckpt.flows.select import choose
+from ftckpt.testing.generations import open_entry
 from ftckpt.wiring import (
     agent_config,
     claim_root,
@@ -20,6 +24,7 @@ from ftckpt.wiring import (
     read_marker,
     read_secret,
     root_as_url,
+    vouching,
 )
 from unit.flows.flowkit import JOB, world
 
@@ -122,6 +127,21 @@ def test_another_log_than_the_one_that_vouches_for_a_root_is_refused(tmp_path: P
             claim_root(w.store, JOB, log=o.log.url, uuid=o.log.uuid())
         assert w.log.uuid() in str(error.value)
         assert "log rebuild" in error.value.todo
+
+
+@pytest.mark.covers("F26", "I8")
+def test_after_a_lost_log_a_fresh_start_is_possible_and_stays_so(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        claim_root(w.store, JOB, log=w.log.url, uuid=vouching(w.log))
+        (w.root / JOB / "commit-log.sqlite3").unlink()
+        w.log.secret(b"x" * 32)  # an agent wrote to it: it has an identity, and vouches for nothing
+        claim_root(w.store, JOB, log=w.log.url, uuid=vouching(w.log))
+        with pytest.raises(ProgressExists):
+            choose(w.log, w.store, JOB, adopt=True)
+        assert choose(w.log, w.store, JOB, Fresh(), adopt=True).source == "fresh"
+        open_entry(w.log, None, genesis(JOB))
+        claim_root(w.store, JOB, log=w.log.url, uuid=vouching(w.log))
+        assert choose(w.log, w.store, JOB, adopt=True).source == "new"
 
 
 def test_a_root_is_bound_to_its_log_as_soon_as_that_has_an_identity(tmp_path: Path) -> None:
