@@ -18,7 +18,7 @@ from ftckpt.format.plan import Spec, plan_image
 from ftckpt.format.table import TensorTable
 from ftckpt.trainer.collect import Source, Static, Watch, collect_dynamic, collect_static, signature
 from ftckpt.trainer.group import Group
-from ftckpt.trainer.layout import Box, Held, Ownership, as_integers, box_view, check_storable, dtype_name, exchange, held, integers_for
+from ftckpt.trainer.layout import Box, Held, Ownership, as_integers, box_view, dtype_name, exchange, held, integers_for
 from ftckpt.trainer.naming import local_of, memory_key
 from ftckpt.trainer.states import StateRegistry
 
@@ -216,7 +216,6 @@ class Capturer:
             if source.name in names:
                 raise ConfigError(f"two values claim the name {source.name!r}", now="nothing was written", todo="rename one of them")
             names.add(source.name)
-            check_storable(source.tensor, source.name)
             part = held(source.tensor, source.name)
             if not self._writes(source, part) or not part.boxes:
                 continue

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ftckpt.errors import Unstorable
 from ftckpt.format.leaves import path_name
 from ftckpt.format.manifest import StateInfo
-from ftckpt.trainer.layout import Claim, Claims, dtype_name
+from ftckpt.trainer.layout import Claim, Claims, check_storable, dtype_name
 from ftckpt.trainer.naming import (
     TreeEncoder,
     clean_key,
@@ -108,6 +108,7 @@ def _add_module(found: Static, state: State, shared: dict[object, list[str]]) ->
     scan = scan_module(state)
     for live in scan.tensors.values():
         name, tensor = f"{state.name}/{live.key}", live.tensor
+        check_storable(tensor, name)
         if live.role != "computed":
             found.sources.append(Source(name, tensor, live.role == "buffer" or tensor.is_conj() or tensor.is_neg(), name))
         if not isinstance(tensor, DTensor):
@@ -133,6 +134,7 @@ def _add_optimizer(found: Static, state: State, names: dict[int, tuple[str, str]
         held = state.parts[parameter.part].state.get(parameter.tensor, {})
         for key, value in held.items():
             if isinstance(value, torch.Tensor):
+                check_storable(value, f"{claim}/{path_name((key,))}")
                 found.sources.append(Source(f"{claim}/{path_name((key,))}", value, False, claim))
             else:
                 found.loose.append(LooseValue(state.name, parameter.fqn, key, claim, held))
@@ -194,6 +196,7 @@ def _ask_module(found: Dynamic, state: State, mine: Callable[[str], bool]) -> No
                 if mine(name):
                     found.leaves.setdefault(state.name, {})[clean_key(path)] = doc
             elif id(value) not in known and memory_key(value) not in memory and (isinstance(value, DTensor) or mine(name)):
+                check_storable(value, name)
                 found.sources.append(Source(name, value, True, name))
 
 
@@ -216,6 +219,8 @@ def _ask_optimizer(found: Dynamic, static: Static, state: State, mine: Callable[
 def _encode(found: Dynamic, value: object, prefix: str, claim: str, mine: Callable[[str], bool]) -> object:
     encoder = TreeEncoder()
     doc = encoder.encode(value, prefix)
+    for name, tensor in encoder.tensors.items():
+        check_storable(tensor, name)
     writes = mine(claim)
     found.sources.extend(Source(name, t, True, claim) for name, t in encoder.tensors.items() if writes or isinstance(t, DTensor))
     return doc

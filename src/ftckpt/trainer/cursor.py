@@ -134,8 +134,8 @@ def _encode(value: object, where: str) -> object:
         check_storable(found, key)
         if isinstance(found, DTensor) or type(found) not in (torch.Tensor, nn.Parameter):
             raise Unstorable(f"{key} is a {type(found).__qualname__}; a cursor holds plain tensors", now="nothing was written")
-        plain = found.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        data = as_integers(plain).reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        plain = found.detach().cpu().resolve_conj().resolve_neg()
+        data = as_integers(plain).contiguous().view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         return {"$tensor": [dtype_name(plain.dtype), list(plain.shape), base64.b64encode(data).decode()]}
 
     return encode_tree(value, hook=hook, where=where)

@@ -12,6 +12,7 @@ from ftckpt.format.image import Image
 from ftckpt.format.leaves import decode_leaves, merge_leaves
 from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.group import Group
+from ftckpt.trainer.layout import as_integers
 from ftckpt.trainer.restore import restore
 from ftckpt.trainer.states import StateRegistry
 
@@ -61,7 +62,7 @@ def same(a, b):
     a, b = a.detach(), b.detach()
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return a.numel() == 0 or torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return a.numel() == 0 or torch.equal(*(as_integers(t).contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 def same_nested(a, b):
