@@ -30,7 +30,8 @@ class BatchFeed(Iterator[Any]):
             whose position is then restored by counting from the start of the epoch.
         journal: stores (draw ordinal, loader state as JSON) before the batch is handed out.
         recall: newest journalled (ordinal, state) with ordinal <= the given count, or None.
-        position: draws of this replica that are included in the state now (``counts[own]``).
+        position: draws of this replica that are included in the state now (``counts[own]``); negative while there is no
+            state that could tell (given up, about to heal): then some batch is handed out that does not count.
         contribute: told before a batch is handed out what the step contributes so far: draws, and samples over all ranks.
         epochs: how many epochs to yield in all; None goes on for ever.
         draws_per_step: batches that one step takes (gradient accumulation).
@@ -69,6 +70,7 @@ class BatchFeed(Iterator[Any]):
         self._at: int | None = None  # draws that the loader has made; None: it was not opened yet
         self._base, self._handed = -1, 0  # of the step being made: its first draw is base + 1; so many were handed out
         self._epoch = 0
+        self._uncounted: Any = None
 
     @property
     def epoch(self) -> int:
@@ -83,6 +85,8 @@ class BatchFeed(Iterator[Any]):
             DataError: the loader cannot be put where the state says.
         """
         included = self._position()
+        if included < 0:
+            return self._no_matter_which()
         if included != self._base or self._handed >= self._per_step:
             self._base, self._handed = included, 0  # that step is over, one way or the other
         held = self._obtain(included + self._handed + 1)
@@ -111,6 +115,18 @@ class BatchFeed(Iterator[Any]):
         held = Held(ordinal, batch, self._samples_of(batch), self._reel.epoch)
         self._held.append(held)
         return held
+
+    def _no_matter_which(self) -> Any:
+        """A batch for a step in which this replica cannot contribute; the loader and the journal are left alone."""
+        self._base, self._handed = -1, 0
+        self._contribute(0, 0)
+        if self._held:
+            return self._held[0].batch
+        if self._uncounted is None:
+            self._uncounted = self._reel.peek()
+        if self._uncounted is END:
+            raise StopIteration
+        return self._uncounted
 
     def _seek(self, ordinal: int) -> None:
         """Put the loader where ``ordinal`` draws have been made."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -91,6 +92,19 @@ class Reel:
             self.index += 1
             return batch
         return END
+
+    def peek(self) -> Any:
+        """A batch without moving on: for a step that cannot count."""
+        if self._once:
+            batch = self.draw()
+            if batch is not END:
+                self._loader = self._iterator = chain([batch], self._iterator or ())
+                self.index -= 1
+            return batch
+        spot = self.snapshot()
+        batch = self.draw()
+        self.restore(spot)
+        return batch
 
     def snapshot(self) -> bytes:
         """Where it is, as JSON."""

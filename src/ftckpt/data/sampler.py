@@ -64,7 +64,11 @@ class ElasticSampler:
         drop_last: bool = False,
         epochs: int | None = None,
     ) -> None:
-        if length < 1 or (batch_size is None) == (global_batch is None) or min(batch_size or global_batch or 0, micro_batch or 1) < 1:
+        if (
+            length < 1
+            or (batch_size is None) == (global_batch is None)
+            or min(batch_size or global_batch or 0, 1 if micro_batch is None else micro_batch) < 1
+        ):
             raise ConfigError(
                 f"ElasticSampler(length={length}, batch_size={batch_size}, global_batch={global_batch}, micro_batch={micro_batch}) is not possible",
                 now="nothing was drawn",

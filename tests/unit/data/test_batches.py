@@ -242,6 +242,27 @@ def test_samples_of_all_ranks_are_told() -> None:
     assert replica.contributed == (1, 21)
 
 
+@pytest.mark.parametrize("name", [*LOADERS, "generator"])
+def test_blank_replica_gets_batches_that_do_not_count_and_then_its_own(name: str) -> None:
+    make = LOADERS.get(name, lambda: iter(LOADERS["list"]()))
+    calm = Replica()
+    drawn = [ids(b) for b in _committing(calm, calm.feed(make(), epochs=1))]
+    replica = Replica()
+    replica.entries = dict(calm.entries)
+    replica.included = -1
+    feed = replica.feed(make())
+    next(feed)
+    next(feed)
+    assert replica.contributed == (0, 0)
+    assert replica.entries == calm.entries
+    replica.included = 4  # healed
+    assert ids(next(feed)) == drawn[4]
+    replica.included = -1
+    next(feed)
+    replica.included = 5
+    assert ids(next(feed)) == drawn[5]
+
+
 def test_set_epoch_is_called_where_there_is_one() -> None:
     class Sampler:
         seen: list[int]
