@@ -18,8 +18,10 @@ from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job, Outcome, Written
 from ftckpt.domain.ledger import own_entry
 from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed, StoreError
+from ftckpt.format.cover import check_cover
 from ftckpt.format.leaves import decode_leaves, encode_leaves, merge_leaves
 from ftckpt.format.manifest import LEAVES, MANIFEST, RECEIPTS, FileInfo, Manifest, Receipt, decode, encode, sha256
+from ftckpt.format.shard import read_header
 from ftckpt.link.handles import error_from
 from ftckpt.ports import BlobStore, CommitLog
 
@@ -86,6 +88,7 @@ class Assemble:
     # ------------------------------------------------------------ rank 0
     def _assemble(self, job: Job) -> Candidate:
         receipts = self._receipts(job)
+        self._prove(job, receipts)
         cursors = Cursors(self._store, job, self._names())
         poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.cursors_s)
         while not cursors.look() and poll.more():
@@ -119,6 +122,15 @@ class Assemble:
         data = encode(manifest)
         self._put_manifest(f"{job.directory}/{MANIFEST}", data)
         return Candidate(job=job, manifest=sha256(data), bytes=manifest.payload_bytes, participants=manifest.participants)
+
+    def _prove(self, job: Job, receipts: list[Receipt]) -> None:
+        """The shards hold every element once, by their own headers; another rank's header is as its receipt says."""
+        tables = [("shard 0", job.table)]
+        for shard in [r.shard for r in receipts if r.shard is not None and r.rank != 0]:
+            path = f"{job.directory}/{shard.file}"
+            with self._store.reader(path) as reader:
+                tables.append((f"shard {shard.rank}", read_header(reader, path, shard)[0]))
+        check_cover(tables)
 
     def _put_manifest(self, path: str, data: bytes) -> None:
         """Store the manifest; a failure that took effect all the same is none: others may commit what is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from agent_harness import Rig, Trainer, until
 
 from ftckpt.domain.ledger import Participant
 from ftckpt.domain.names import attempt_id, member_id
-from ftckpt.errors import SaveFailed, StoreError
+from ftckpt.errors import Mismatch, SaveFailed, StoreError
 from ftckpt.format.manifest import Intent, decode
 
 
@@ -72,6 +73,16 @@ def test_shard_that_never_arrives_fails_the_save_by_name_at_the_deadline(rig: Ri
     assert time.monotonic() - began < 5.0
     assert rig.entries() == []
     assert not list((rig.tmp / "root").rglob("manifest.json"))
+
+
+@pytest.mark.covers("I1", "F62")
+def test_tensor_that_two_ranks_hold_fails_the_save_on_both_by_name(rig: Rig) -> None:
+    zero, one = rig.trainer(rank=0, world=2), rig.trainer(rank=1, world=2)
+    one.table = zero.table
+    for handle in [zero.save(), one.save()]:
+        with pytest.raises(Mismatch, match="model/w0: shard 0 .* and shard 1 .* hold the same elements"):
+            handle.wait(15.0)
+    assert rig.entries() == []
 
 
 @pytest.mark.covers("F67")
@@ -149,6 +160,20 @@ class Outage:
     def end(self) -> None:
         self._db.execute("ROLLBACK")
         self._db.close()
+
+
+@pytest.mark.covers("F67", "I3")
+def test_writer_stopped_while_another_commits_is_refused_and_its_files_go(rig: Rig) -> None:
+    one, two = rig.trainer(replica="a").attach(), rig.trainer(replica="b", incarnation="i2").attach()
+    os.kill(one.client.agent_pid, signal.SIGSTOP)
+    late = one.save()
+    for _ in range(2):
+        assert two.save().wait(10.0) == "committed"
+    os.kill(one.client.agent_pid, signal.SIGCONT)
+    assert late.wait(10.0) == "dropped"
+    committed = sorted(e.location for e in rig.entries())
+    assert until(lambda: sorted(os.listdir(rig.tmp / "root/job/generations")) == committed, 5.0)
+    assert two.save().wait(10.0) == "committed"
 
 
 @pytest.mark.covers("I13", "F65", "F68")
