@@ -21,7 +21,7 @@ def demo(
     log: LogOption = None,
     folder: FolderOption = None,
     replicas: Annotated[int, typer.Option(help="replica groups", min=2, max=8)] = 3,
-    steps: Annotated[int, typer.Option(help="training steps", min=60)] = 120,
+    steps: Annotated[int, typer.Option(help="training steps after resuming", min=10)] = 60,
     save_every: Annotated[int, typer.Option(help="steps between generations", min=5)] = 10,
     deadline: Annotated[float, typer.Option(help="seconds for each phase", min=10)] = 90.0,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON on stdout")] = False,

@@ -18,6 +18,7 @@ from ftckpt.testing.cluster import Child, free_port, lighthouse, torchrun, wait_
 from ftckpt.wiring import open_log
 
 JOB = "demo"
+ENDLESS = 1_000_000
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         folder: where everything is written.
         log: commit log URL, or None for the embedded one.
         replicas: number of replica groups.
-        steps: training steps in all.
+        steps: training steps after everything was killed and resumed.
         save_every: steps between generations.
         script: the training script.
         deadline: seconds for each phase.
@@ -37,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     log: str | None
     replicas: int = 3
-    steps: int = 120
+    steps: int = 60
     save_every: int = 10
     script: Path
     deadline: float = 90.0
@@ -70,9 +71,11 @@ class Scenario:
         self.root = f"file://{plan.folder / 'root'}"
         self.history = History(plan.folder / "history", plan.replicas)
         self.marks = Marks()
+        self.goal = ENDLESS
         self.groups: list[Child] = []
         self.light: Child | None = None
         self._port = free_port()
+        self._down: Child | None = None
         self._entries: list[Entry] = []
         self._looked = 0.0
 
@@ -96,7 +99,7 @@ class Scenario:
     def argv(self, replica: int) -> list[str]:
         """Command line of a replica group."""
         p = self.plan
-        script = [str(p.script), "--job", JOB, "--root", self.root, "--steps", str(p.steps), "--save-every", str(p.save_every)]
+        script = [str(p.script), "--job", JOB, "--root", self.root, "--steps", str(self.goal), "--save-every", str(p.save_every)]
         script += ["--replicas", str(p.replicas), "--min-replicas", str(p.replicas // 2 + 1), "--slow", str(p.slow)]
         script += ["--history", str(p.folder / "history")]
         if p.log is None:
@@ -135,7 +138,7 @@ class Scenario:
             if done():
                 return
             for g in self.groups:
-                if g.poll() not in (None, 0):
+                if g is not self._down and g.poll() not in (None, 0):
                     raise FtckptError(f"{g.name} ended with status {g.poll()} while: {what}", todo=f"see {g.log}")
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"not within {self.plan.deadline:.0f} s: {what}", todo=f"see {self.plan.folder / 'logs'}")
@@ -158,6 +161,7 @@ class Scenario:
         m, victim = self.marks, self.groups[1]
         m.killed_step = self.history.top
         m.replica_killed = time.time()
+        self._down = victim
         m.victims.append(f"replica 1 ({len(victim.kill())} processes, its agent too) at step {m.killed_step}")
         self.until("replica 1 was killed: the others go on", lambda: self._survivors_after(m.replica_killed))
         m.survivors_on = time.time()
@@ -188,6 +192,7 @@ class Scenario:
         m.choice = (dry.stdout + dry.stderr).strip()
         if dry.returncode != 0:
             raise FtckptError("ftckpt resume --dry-run failed", now=m.choice)
+        self.goal = self.newest + p.steps
         self.start_lighthouse()
         self.groups = [self.group(r, [*base, "--"]).start() for r in range(p.replicas)]
         killed = m.all_killed

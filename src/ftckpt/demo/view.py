@@ -57,7 +57,7 @@ class View:
             line = s.history.last(r)
             group = s.groups[r] if r < len(s.groups) else None
             dead = group is None or group.poll() is not None
-            if line is None or (dead and line.step < s.plan.steps):
+            if line is None or (dead and line.step < s.goal):
                 state = Text("killed" if line else "not started", style="red" if line else "dim")
             elif now - line.time > 5 and not dead:
                 state = Text("starting", style="yellow")

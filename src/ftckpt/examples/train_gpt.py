@@ -46,7 +46,7 @@ class Text(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
             raw += path.read_bytes()
             if len(raw) > windows * BLOCK:
                 break
-        self.data = torch.frombuffer(bytes(raw), dtype=torch.uint8).long() & 127
+        self.data = torch.frombuffer(raw, dtype=torch.uint8).long() & 127
         count = min(windows, (len(self.data) - 1) // BLOCK)
         self.ids = list(range(share, count, shares))
 
@@ -125,7 +125,7 @@ def main() -> None:
         )
         ckpt.hook(model)
         optimizer = ckpt.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optim, T_max=args.steps)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optim, T_max=1000)
         ckpt.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         report = ckpt.resume()
         history.write("resumed", ckpt, model, source=report.source, location=report.location or "")

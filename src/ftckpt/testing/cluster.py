@@ -6,6 +6,7 @@ Nothing here judges; every process started here is ended here, by its own pid.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from typing import Self
 
 import psutil
 
-from ftckpt.errors import DeadlineExceeded
+from ftckpt.errors import DeadlineExceeded, NotFound
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -161,8 +162,11 @@ def _alive(p: psutil.Process) -> bool:
 
 def lighthouse(folder: Path, port: int, *, min_replicas: int = 1, join_ms: int = 2000, heartbeat_ms: int = 2000) -> Child:
     """torchft's lighthouse as a process on loopback (not started)."""
-    code = "import sys; from torchft._torchft import lighthouse_main; sys.argv[0] = 'torchft_lighthouse'; lighthouse_main()"
-    argv = [sys.executable, "-c", code, "--bind", f"127.0.0.1:{port}", "--min_replicas", str(min_replicas)]
+    beside = Path(sys.executable).with_name("torchft_lighthouse")
+    program = str(beside) if beside.exists() else shutil.which("torchft_lighthouse")
+    if program is None:
+        raise NotFound("torchft's lighthouse is not installed", todo="pip install 'ftckpt[torchft]'")
+    argv = [program, "--bind", f"127.0.0.1:{port}", "--min_replicas", str(min_replicas)]
     argv += ["--join_timeout_ms", str(join_ms), "--heartbeat_timeout_ms", str(heartbeat_ms), "--quorum_tick_ms", "50"]
     return Child("lighthouse", argv, folder / "lighthouse.log")
 
