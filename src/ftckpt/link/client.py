@@ -46,55 +46,39 @@ Errors of a dead or silent agent are ``AgentError``.
 
 from __future__ import annotations
 
-import os
-import socket
+import contextlib
 import threading
-import time
 from collections.abc import Callable
-
-import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import AgentError, DeadlineExceeded, FtckptError
+from ftckpt.errors import AgentError
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
-from ftckpt.link import launch
+from ftckpt.link import greeting, launch
 from ftckpt.link import messages as m
 from ftckpt.link.arena import Arena
-from ftckpt.link.channel import Channel, ChannelClosed
 from ftckpt.link.config import AgentConfig
-from ftckpt.link.handles import SaveHandle, error_from
+from ftckpt.link.greeting import Link
+from ftckpt.link.handles import SaveHandle
+from ftckpt.link.inbox import Inbox
 
 __all__ = ["AgentClient", "AgentConfig", "SaveHandle"]
 
-_MAX_PENDING_ERRORS = 100
 _Detail = dict[str, str | int | float]
-_Link = Channel[m.ToTrainer]
 
 
 class AgentClient:
     """One trainer's connection to its agent; made by :meth:`open`. Methods may be called from any thread."""
 
-    def __init__(self, config: AgentConfig, channel: _Link, welcome: m.Welcome, on_warning: Callable[[m.Warned], None] | None) -> None:
+    def __init__(self, config: AgentConfig, channel: Link, welcome: m.Welcome, on_warning: Callable[[m.Warned], None] | None) -> None:
         self.config = config
-        self.url, self.agent_pid, self.reattached, self.log_uuid = welcome.url, welcome.pid, welcome.reattached, welcome.log
-        self.stray: str | None = None
+        self.agent_pid, self.reattached = welcome.pid, welcome.reattached
         self.arena: Arena | None = None
-        self._tail = welcome.tail
-        self._channel = channel
-        self._on_warning = on_warning
-        self._changed = threading.Condition()
-        self._arena_id = 0
-        self._free: list[int] = []
-        self._uses: dict[tuple[int, int], int] = {}
+        self._channel, self._on_warning = channel, on_warning
+        self._inbox = Inbox(welcome, str(launch.paths_of(config).output))
         self._layouts: list[tuple[TensorTable, dict[str, StateInfo]]] = []
-        self._saves: dict[int, SaveHandle] = {}
-        self._ordinal = self._token = 0
-        self._answers: dict[int, m.Journal | m.Drained | None] = {}
-        self._errors: list[tuple[FtckptError, SaveHandle | None]] = []
-        self._lost: AgentError | None = None
-        self._closing = self._replaced = False
+        self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="ftckpt-link", daemon=True)
 
     @classmethod
@@ -109,40 +93,52 @@ class AgentClient:
             AgentError: no agent answered in time, or it refused this trainer.
         """
         config.check()
-        channel, welcome, more = launch.connect_or_start(config, lambda sock, end: _greet(config, sock, end))
+        channel, welcome, more = launch.connect_or_start(config, lambda sock, end: greeting.greet(config, sock, end))
         client = cls(config, channel, welcome, on_warning)
         for message in more:
-            client._dispatch(message)
+            client._take(message)
         client._reader.start()
         return client
 
     # ------------------------------------------------------------ state
     @property
+    def url(self) -> str:
+        """Base URL that the agent serves peers at; "" while it serves none."""
+        return self._inbox.url
+
+    @property
+    def log_uuid(self) -> str:
+        """The log's identity; "" while it is unknown."""
+        return self._inbox.log_uuid
+
+    @property
     def alive(self) -> bool:
         """Whether the agent is connected."""
-        return self._lost is None
+        return self._inbox.lost is None
 
     @property
     def tail(self) -> Entry | None:
         """The newest entry of the log that the agent told of."""
-        return self._tail
+        return self._inbox.tail
+
+    @property
+    def stray(self) -> str | None:
+        """Why this state is not on the tail's trajectory, once that was found."""
+        return self._inbox.stray
 
     @property
     def pending(self) -> list[SaveHandle]:
         """Saves that have not ended yet."""
-        with self._changed:
-            return list(self._saves.values())
+        with self._inbox.changed:
+            return list(self._inbox.saves.values())
 
     # ------------------------------------------------------------ slots
     def attach(self, arena: Arena) -> int:
         """Hand an arena to the agent; its slots are free. Returns its number. Slots of an earlier one cannot be acquired any more."""
-        with self._changed:
-            self._arena_id += 1
-            number = self._arena_id
+        number = self._inbox.new_arena()
         self._send(m.Attach(arena=number, slots=arena.slots, slot_bytes=arena.slot_bytes), fds=(arena.fd,))
-        with self._changed:
-            self.arena, self._free = arena, list(range(arena.slots))
-            self._changed.notify_all()
+        self.arena = arena
+        self._inbox.free_all(arena.slots)
         return number
 
     def acquire_slot(self, timeout: float) -> int | None:
@@ -157,34 +153,24 @@ class AgentClient:
         Raises:
             AgentError: the agent has gone, or no arena is attached.
         """
-        end = time.monotonic() + timeout
-        with self._changed:
-            while True:
-                self._check()
-                if self.arena is None:
-                    raise AgentError("no arena is attached", now="nothing was captured", todo="call attach() first")
-                if self._free:
-                    return self._free.pop(0)
-                left = end - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    return None
+        self._inbox.check()
+        if self.arena is None:
+            raise AgentError("no arena is attached", now="nothing was captured", todo="call attach() first")
+        return self._inbox.take_slot(timeout)
 
     def release_slot(self, slot: int) -> None:
         """Give back an acquired slot that was neither saved nor published."""
-        with self._changed:
-            if slot not in self._free:
-                self._free.append(slot)
-            self._changed.notify_all()
+        self._inbox.give_back(slot)
 
     def layout(self, table: TensorTable, states: dict[str, StateInfo]) -> int:
         """Tell what slots hold from now on; returns the layout's number. The same layout twice gives the same number."""
-        with self._changed:
+        with self._lock:
             if (table, states) in self._layouts:
                 return self._layouts.index((table, states))
             self._layouts.append((table, states))
             number = len(self._layouts) - 1
-        self._send(m.Layout(layout=number, table=table, states=states))
-        return number
+            self._send(m.Layout(layout=number, table=table, states=states))
+            return number
 
     # ------------------------------------------------------------ work
     def save(
@@ -215,12 +201,8 @@ class AgentClient:
         Raises:
             AgentError: the agent has gone or did not take it in time; the slot is not free again.
         """
-        with self._changed:
-            self._check()
-            self._ordinal += 1
-            handle = SaveHandle(self._ordinal, trajectory.step, attempt, self._changed)
-            self._saves[handle.ordinal] = handle
-            arena = self._use(slot)
+        arena = self._inbox.use(slot)
+        handle = self._inbox.new_save(trajectory.step, attempt)
         message = m.Save(
             ordinal=handle.ordinal,
             slot=slot,
@@ -241,16 +223,13 @@ class AgentClient:
         try:
             self._send(message)
         except AgentError:
-            with self._changed:
-                self._saves.pop(handle.ordinal, None)
+            self._inbox.forget(handle)
             raise
         return handle
 
     def publish(self, snapshot: str, *, slot: int, layout: int, trajectory: Trajectory, leaves: bytes = b"", extra: bytes = b"") -> None:
         """Serve a slot to peers under an id until it is retired."""
-        with self._changed:
-            self._check()
-            arena = self._use(slot)
+        arena = self._inbox.use(slot)
         self._send(m.Publish(snapshot=snapshot, slot=slot, arena=arena, layout=layout, trajectory=trajectory, leaves=leaves, extra=extra))
 
     def retire(self, snapshot: str) -> None:
@@ -267,7 +246,7 @@ class AgentClient:
 
     def recall(self, count: int, timeout: float) -> tuple[int, bytes] | None:
         """The newest journal entry with ordinal <= ``count``: (ordinal, state); None if there is none."""
-        answer = self._ask(lambda token: m.Recall(token=token, count=count), timeout, "journal entry")
+        answer = self._inbox.ask(lambda token: self._send(m.Recall(token=token, count=count)), timeout, "journal entry")
         return (answer.ordinal, answer.state) if isinstance(answer, m.Journal) and answer.found else None
 
     def live(self, state: str, trajectory: Trajectory, detail: _Detail | None = None) -> None:
@@ -285,16 +264,14 @@ class AgentClient:
         Raises:
             DeadlineExceeded: work is left.
         """
-        answer = self._ask(lambda token: m.Drain(token=token), timeout, "end of work in flight")
+        answer = self._inbox.ask(lambda token: self._send(m.Drain(token=token)), timeout, "end of work in flight")
         return answer.failed if isinstance(answer, m.Drained) else 0
 
     def raise_pending(self) -> None:
         """Raise the oldest background failure that was not raised yet, if any; each is raised once."""
-        with self._changed:
-            while self._errors:
-                error, handle = self._errors.pop(0)
-                if handle is None or not handle.reported:
-                    raise error
+        error = self._inbox.next_error()
+        if error is not None:
+            raise error
 
     def reopen(self) -> AgentClient:
         """A new client after the agent was lost. If the old agent is dead, arena (all slots free) and layouts are carried over;
@@ -303,11 +280,11 @@ class AgentClient:
         Raises:
             AgentError: another trainer process took this rank's agent over, or no agent can be had.
         """
-        if self._replaced:
+        if self._inbox.replaced:
             raise AgentError("another trainer process took over this rank's agent", now="this process saves nothing", todo="end this process")
         self.close(0.0)
         new = type(self).open(self.config, on_warning=self._on_warning)
-        if new.agent_pid != self.agent_pid and not _runs(self.agent_pid) and self.arena is not None and self.arena.fd >= 0:
+        if new.agent_pid != self.agent_pid and not launch.runs(self.agent_pid) and self.arena is not None and self.arena.fd >= 0:
             new.attach(self.arena)
         for table, states in self._layouts:
             new.layout(table, states)
@@ -315,176 +292,38 @@ class AgentClient:
 
     def close(self, timeout: float = 5.0) -> None:
         """Say Bye and let go; the agent finishes what is in flight. Does not raise for a dead agent."""
-        with self._changed:
-            already, self._closing = self._closing, True
+        with self._inbox.changed:
+            already, self._inbox.closing = self._inbox.closing, True
         if not already and self.alive:
-            try:
+            with contextlib.suppress(AgentError):  # it has gone; what that means was reported through the handles
                 self._channel.send(m.Bye(), timeout=max(timeout, 0.1))
-            except AgentError:
-                pass  # it has gone; what it had taken was reported through the handles
         self._channel.close()
         self._reader.join(timeout + 1.0)
 
     # ------------------------------------------------------------ inside
-    def _use(self, slot: int) -> int:
-        key = (self._arena_id, slot)
-        self._uses[key] = self._uses.get(key, 0) + 1
-        return self._arena_id
-
-    def _check(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-        if self._closing:
-            raise AgentError("the link to the agent is closed", now="nothing was sent")
-
     def _send(self, message: object, fds: tuple[int, ...] = ()) -> None:
-        self._check()
+        self._inbox.check()
         try:
             self._channel.send(message, fds=fds, timeout=self.config.send_timeout_s)
         except AgentError as e:
-            self._lose(e)
+            self._inbox.lose(e)
             raise
-
-    def _ask(self, question: Callable[[int], object], timeout: float, what: str) -> m.Journal | m.Drained | None:
-        end = time.monotonic() + timeout
-        with self._changed:
-            self._token += 1
-            token = self._token
-            self._answers[token] = None
-        try:
-            self._send(question(token))
-            with self._changed:
-                while self._answers[token] is None:
-                    self._check()
-                    left = end - time.monotonic()
-                    if left <= 0 or not self._changed.wait(left):
-                        raise DeadlineExceeded(f"no {what} from the agent within {timeout:g} s", now="the agent goes on", todo="wait longer")
-                return self._answers[token]
-        finally:
-            with self._changed:
-                self._answers.pop(token, None)
 
     def _read(self) -> None:
         """Link thread: until the connection ends."""
         try:
             while True:
                 for message in self._channel.receive(3600.0):
-                    self._dispatch(message)
+                    self._take(message)
         except AgentError as e:
-            self._lose(e)
+            self._inbox.lose(e)
         except ValueError as e:  # poll on a descriptor that close() has just closed
-            self._lose(AgentError(f"the link was closed: {e}"))
+            self._inbox.lose(AgentError(f"the link was closed: {e}"))
+        finally:
+            self._inbox.lose(AgentError("the link's thread has ended"))  # nothing new, unless on_warning raised
+            launch.reap()
 
-    def _lose(self, cause: AgentError) -> None:
-        with self._changed:
-            if self._lost is None and not self._closing:
-                self._lost = AgentError(
-                    f"agent (pid {self.agent_pid}) is lost: {cause.what}",
-                    now=f"{len(self._saves)} save(s) in flight have an unknown outcome; committed generations are safe",
-                    todo="training may go on with a new agent (reopen); see " + str(launch.paths_of(self.config).output),
-                )
-                if not self._saves:
-                    self._errors.append((self._lost, None))
-            for handle in self._saves.values():
-                handle.error = self._lost or AgentError("the link was closed before the save ended", now="the agent goes on with it")
-                if self._lost is not None:
-                    self._errors.append((self._lost, handle))
-                handle.move("failed")
-            self._saves.clear()
-            self._changed.notify_all()
-        launch.reap()
-
-    def _dispatch(self, message: m.ToTrainer) -> None:
-        warning = None
-        with self._changed:
-            match message:
-                case m.SlotFree(arena=arena, slot=slot, uses=uses):
-                    if arena == self._arena_id and uses >= self._uses.get((arena, slot), 0) and slot not in self._free:
-                        self._free.append(slot)
-                case m.Persisted() | m.Committed() | m.Dropped() | m.Failed():
-                    self._progress(message)
-                case m.Tail(entry=entry):
-                    self._newer(entry)
-                case m.Stray(reason=reason):
-                    self.stray = reason
-                case m.Journal(token=token) | m.Drained(token=token):
-                    if token in self._answers:
-                        self._answers[token] = message
-                case m.Welcome(url=url, log=log):
-                    self.url, self.log_uuid = url, log
-                case m.Warned(kind=kind):
-                    self._replaced = self._replaced or kind == "replaced"
-                    warning = message
-            self._changed.notify_all()
+    def _take(self, message: m.ToTrainer) -> None:
+        warning = self._inbox.take(message)
         if warning is not None and self._on_warning is not None:
             self._on_warning(warning)
-
-    def _progress(self, message: m.Persisted | m.Committed | m.Dropped | m.Failed) -> None:
-        handle = self._saves.get(message.ordinal)
-        if handle is None:
-            return
-        match message:
-            case m.Persisted(location=location, bytes=size, seconds=seconds):
-                handle.location, handle.bytes, handle.seconds = location, size, seconds
-                handle.move("persisted")
-            case m.Committed(entry=entry):
-                handle.entry, handle.location = entry, entry.location
-                self._newer(entry)
-                handle.move("committed")
-            case m.Dropped(reason=reason):
-                handle.reason = reason
-                handle.move("dropped")
-            case m.Failed(error=name, what=what, now=now, todo=todo):
-                handle.error = error_from(name, what, now, todo)
-                self._errors = [*self._errors, (handle.error, handle)][-_MAX_PENDING_ERRORS:]
-                handle.move("failed")
-        if handle.done:
-            del self._saves[handle.ordinal]
-
-    def _newer(self, entry: Entry | None) -> None:
-        if entry is not None and (self._tail is None or entry.log != self._tail.log or entry.index > self._tail.index):
-            self._tail, self.log_uuid = entry, entry.log
-
-
-def _greet(config: AgentConfig, sock: socket.socket, end: float) -> tuple[_Link, m.Welcome, list[m.ToTrainer]] | None:
-    """Exchange Hello and Welcome, with what came behind it; None if the agent hung up without a word."""
-    pid, _, _ = launch.peer(sock)
-    channel: _Link = Channel(sock, m.ToTrainer, f"agent (pid {pid})")
-    hello = m.Hello(
-        pid=os.getpid(),
-        job=config.job,
-        replica=config.replica,
-        rank=config.rank,
-        group_world_size=config.group_world_size,
-        incarnation=config.incarnation,
-        config=msgspec.msgpack.encode(config),
-    )
-    try:
-        channel.send(hello, timeout=max(0.1, end - time.monotonic()))
-        while time.monotonic() < end:
-            arrived = channel.receive(end - time.monotonic())
-            for i, message in enumerate(arrived):
-                if isinstance(message, m.Welcome):
-                    return channel, message, arrived[i + 1 :]
-                if isinstance(message, m.Warned):
-                    raise AgentError(f"agent (pid {pid}) refused this trainer: {message.text}", now="nothing is saved")
-    except ChannelClosed:
-        channel.close()
-        return None
-    except BaseException:
-        channel.close()
-        raise
-    channel.close()
-    raise AgentError(
-        f"agent (pid {pid}) did not answer within {config.start_timeout_s:g} s", now="nothing is saved", todo=f"end process {pid} if it is stopped or hung"
-    )
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process still executes (a zombie does not)."""
-    launch.reap()
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            return f.read().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
-    except (OSError, IndexError):
-        return False

@@ -151,6 +151,15 @@ def living(runtime_dir: Path) -> dict[str, int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether a process still executes (a zombie does not)."""
+    reap()
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return False
+
+
 def reap() -> None:
     """Collect agents started here that have ended."""
     _children[:] = [child for child in _children if child.poll() is None]

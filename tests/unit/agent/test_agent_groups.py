@@ -80,7 +80,7 @@ def test_tensor_that_two_ranks_hold_fails_the_save_on_both_by_name(rig: Rig) -> 
     zero, one = rig.trainer(rank=0, world=2), rig.trainer(rank=1, world=2)
     one.table = zero.table
     for handle in [zero.save(), one.save()]:
-        with pytest.raises(Mismatch, match="model/w0: shard 0 .* and shard 1 .* hold the same elements"):
+        with pytest.raises(Mismatch, match=r"model/w0: shard 0 .* and shard 1 .* hold the same elements"):
             handle.wait(15.0)
     assert rig.entries() == []
 

@@ -1,0 +1,211 @@
+"""What the trainer knows of its agent: slots, saves, answers, the tail, kept errors; changed by the agent's messages only.
+
+All of it is guarded by one condition, which also is what waiters wait for. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ftckpt.domain.ledger import Entry
+from ftckpt.errors import AgentError, DeadlineExceeded, FtckptError
+from ftckpt.link import messages as m
+from ftckpt.link.handles import SaveHandle, error_from
+
+_MAX_ERRORS = 100
+T = TypeVar("T")
+
+
+class Inbox:
+    """State of one connection.
+
+    Args:
+        welcome: the agent's answer to Hello.
+        hint: where to look when the agent is lost.
+    """
+
+    def __init__(self, welcome: m.Welcome, hint: str) -> None:
+        self.changed = threading.Condition()
+        self.url, self.log_uuid = welcome.url, welcome.log
+        self.tail: Entry | None = welcome.tail
+        self.stray: str | None = None
+        self.lost: AgentError | None = None
+        self.closing = self.replaced = False
+        self.saves: dict[int, SaveHandle] = {}
+        self._pid, self._hint = welcome.pid, hint
+        self._arena, self._free, self._uses = 0, list[int](), dict[tuple[int, int], int]()
+        self._ordinal = self._token = 0
+        self._answers: dict[int, m.Journal | m.Drained | None] = {}
+        self._errors: list[tuple[FtckptError, SaveHandle | None]] = []
+
+    # ------------------------------------------------------------ waiting
+    def check(self) -> None:
+        """Raise AgentError if the agent is lost or the link closed."""
+        if self.lost is not None:
+            raise self.lost
+        if self.closing:
+            raise AgentError("the link to the agent is closed", now="nothing was sent")
+
+    def wait_for(self, found: Callable[[], T | None], timeout: float) -> T | None:
+        """Wait until ``found`` gives something; None at the deadline. Raises AgentError when the agent is lost meanwhile."""
+        end = time.monotonic() + timeout
+        with self.changed:
+            while True:
+                self.check()
+                result = found()
+                left = end - time.monotonic()
+                if result is not None or left <= 0:
+                    return result
+                self.changed.wait(left)
+
+    # ------------------------------------------------------------ slots
+    def new_arena(self) -> int:
+        """Number for an arena that is about to be attached; slots of earlier ones cannot be taken any more."""
+        with self.changed:
+            self._arena += 1
+            self._free = []
+            return self._arena
+
+    def free_all(self, slots: int) -> None:
+        """The current arena is attached: its slots are free."""
+        with self.changed:
+            self._free = list(range(slots))
+            self.changed.notify_all()
+
+    def take_slot(self, timeout: float) -> int | None:
+        """A free slot, or None at the deadline."""
+        return self.wait_for(lambda: self._free.pop(0) if self._free else None, timeout)
+
+    def give_back(self, slot: int) -> None:
+        """A taken slot that was not used."""
+        with self.changed:
+            if slot not in self._free:
+                self._free.append(slot)
+            self.changed.notify_all()
+
+    def use(self, slot: int) -> int:
+        """A slot is handed to the agent once more; returns its arena's number."""
+        with self.changed:
+            self.check()
+            key = (self._arena, slot)
+            self._uses[key] = self._uses.get(key, 0) + 1
+            return self._arena
+
+    # ------------------------------------------------------------ saves, questions
+    def new_save(self, step: int, attempt: str) -> SaveHandle:
+        """A handle for a save that is about to be sent."""
+        with self.changed:
+            self._ordinal += 1
+            handle = SaveHandle(self._ordinal, step, attempt, self.changed)
+            self.saves[handle.ordinal] = handle
+            return handle
+
+    def forget(self, handle: SaveHandle) -> None:
+        """The save could not be sent."""
+        with self.changed:
+            self.saves.pop(handle.ordinal, None)
+
+    def ask(self, send: Callable[[int], None], timeout: float, what: str) -> m.Journal | m.Drained:
+        """Send a question with a token and wait for its answer. Raises DeadlineExceeded."""
+        with self.changed:
+            self._token += 1
+            token = self._token
+            self._answers[token] = None
+
+        def found() -> m.Journal | m.Drained | None:
+            return self._answers[token]
+
+        try:
+            send(token)
+            answer = self.wait_for(found, timeout)
+        finally:
+            with self.changed:
+                self._answers.pop(token, None)
+        if answer is None:
+            raise DeadlineExceeded(f"no {what} from the agent within {timeout:g} s", now="the agent goes on", todo="wait longer")
+        return answer
+
+    def next_error(self) -> FtckptError | None:
+        """The oldest failure that nobody has seen, if any; each is given once."""
+        with self.changed:
+            while self._errors:
+                error, handle = self._errors.pop(0)
+                if handle is None or not handle.reported:
+                    return error
+        return None
+
+    # ------------------------------------------------------------ what comes in
+    def take(self, message: m.ToTrainer) -> m.Warned | None:
+        """Take one message; a warning is given back, to be passed on without the lock."""
+        with self.changed:
+            match message:
+                case m.SlotFree(arena=arena, slot=slot, uses=uses):
+                    if arena == self._arena and uses >= self._uses.get((arena, slot), 0) and slot not in self._free:
+                        self._free.append(slot)
+                case m.Persisted() | m.Committed() | m.Dropped() | m.Failed():
+                    self._progress(message)
+                case m.Tail(entry=entry):
+                    self._newer(entry)
+                case m.Stray(reason=reason):
+                    self.stray = reason
+                case m.Journal(token=token) | m.Drained(token=token):
+                    if token in self._answers:
+                        self._answers[token] = message
+                case m.Welcome(url=url, log=log):
+                    self.url, self.log_uuid = url, log
+                case m.Warned(kind=kind):
+                    self.replaced = self.replaced or kind == "replaced"
+            self.changed.notify_all()
+        return message if isinstance(message, m.Warned) else None
+
+    def lose(self, cause: AgentError) -> None:
+        """The connection has ended: saves in flight fail, waiters learn it."""
+        with self.changed:
+            if self.lost is None and not self.closing:
+                self.lost = AgentError(
+                    f"agent (pid {self._pid}) is lost: {cause.what}",
+                    now=f"{len(self.saves)} save(s) in flight have an unknown outcome; committed generations are safe",
+                    todo=f"training may go on with a new agent (reopen); see {self._hint}",
+                )
+                if not self.saves:
+                    self._keep(self.lost, None)
+            for handle in self.saves.values():
+                handle.error = self.lost or AgentError("the link was closed before the save ended", now="the agent goes on with it")
+                if self.lost is not None:
+                    self._keep(self.lost, handle)
+                handle.move("failed")
+            self.saves.clear()
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------ inside, with the lock held
+    def _progress(self, message: m.Persisted | m.Committed | m.Dropped | m.Failed) -> None:
+        handle = self.saves.get(message.ordinal)
+        if handle is None:
+            return
+        match message:
+            case m.Persisted(location=location, bytes=size, seconds=seconds):
+                handle.location, handle.bytes, handle.seconds = location, size, seconds
+                handle.move("persisted")
+            case m.Committed(entry=entry):
+                handle.entry, handle.location = entry, entry.location
+                self._newer(entry)
+                handle.move("committed")
+            case m.Dropped(reason=reason):
+                handle.reason = reason
+                handle.move("dropped")
+            case m.Failed(error=name, what=what, now=now, todo=todo):
+                handle.error = error_from(name, what, now, todo)
+                self._keep(handle.error, handle)
+                handle.move("failed")
+        if handle.done:
+            del self.saves[handle.ordinal]
+
+    def _keep(self, error: FtckptError, handle: SaveHandle | None) -> None:
+        self._errors = [*self._errors, (error, handle)][-_MAX_ERRORS:]
+
+    def _newer(self, entry: Entry | None) -> None:
+        if entry is not None and (self.tail is None or entry.log != self.tail.log or entry.index > self.tail.index):
+            self.tail, self.log_uuid = entry, entry.log
