@@ -174,7 +174,7 @@ def commit(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     from ftckpt.wiring import open_log
 
     with etcd(folder) as (host, port):
-        log = open_log(f"etcd://{host}:{port}", job="bench", root=str(folder))
+        log = open_log(f"etcd://{host}:{port}", job="bench", root_url=str(folder))
         number = 0
         try:
             while True:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ftckpt import Checkpointer, Never
-from ftckpt.domain.trajectory import genesis
+from ftckpt.domain.trajectory import Trajectory
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
 from ftckpt.trainer.restore import restore
 from state import build
@@ -18,32 +18,45 @@ PATIENCE = 120.0
 SECRET = b"of this benchmark alone, 32 bytes"
 
 
-def _member(mb: int, folder: Path, replica: str, seed: int) -> tuple[Checkpointer, HealCarrier]:
+class _At:
+    """Where the source stands: a new step for each heal."""
+
+    step = 0
+
+    def __call__(self) -> Trajectory:
+        return Trajectory(self.step, f"{self.step:064x}")
+
+
+def _member(mb: int, folder: Path, replica: str, seed: int, at: _At) -> tuple[Checkpointer, HealCarrier]:
     (folder / "root").mkdir(parents=True, exist_ok=True)
-    (folder / "secret").write_bytes(SECRET)
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(SECRET)
     ckpt = Checkpointer.open(
         job="bench",
         root=folder / "root",
         policy=Never(),
         replica=replica,
         runtime_dir=str(folder / "run"),
-        secret_file=str(folder / "secret"),
+        secret_file=str(secret),
     )
     model, optimizer = build(mb, seed)
     ckpt.register(model=model, optimizer=optimizer)
     session = ckpt._session  # the carrier is torchft's; here nobody votes, so that only the transfer is measured
     session.prepare(session.full)
-    carrier = HealCarrier(session, secret=ckpt._secret, trajectory=lambda: genesis("bench"), peers=list)
+    carrier = HealCarrier(session, secret=ckpt._secret, trajectory=at, peers=list)
     return ckpt, carrier
 
 
 def _source(pipe: Connection, mb: int, folder: Path) -> None:
-    ckpt, carrier = _member(mb, folder, "source", 0)
+    at = _At()
+    ckpt, carrier = _member(mb, folder, "source", 0, at)
     with ckpt:
         time.sleep(2)
         carrier.freeze()
         pipe.send(carrier.metadata())
         for step in iter(pipe.recv, None):
+            at.step = step
             carrier.freeze()
             begun = time.perf_counter()
             carrier.publish(step, {"user": {STATES: None}, "torchft": {"step": step, "batches_committed": step}}, PATIENCE)
@@ -62,7 +75,7 @@ def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     if not pipe.poll(PATIENCE):
         raise TimeoutError("the source did not start")
     metadata = pipe.recv()
-    ckpt, carrier = _member(mb, folder, "joiner", 1)
+    ckpt, carrier = _member(mb, folder, "joiner", 1, _At())
     with ckpt:
         step = 0
         try:

@@ -43,16 +43,20 @@ def _plain(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
 
 
 def _ours(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
+    from torch.distributed import TCPStore
     from torchft import ProcessGroupGloo
 
     from ftckpt import Checkpointer, Never
 
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stack.callback(lambda kept: None, store)
     (folder / "root").mkdir(exist_ok=True)
     ckpt = Checkpointer.open(job="bench", root=folder / "root", policy=Never(), replica=f"r{index}", runtime_dir=str(folder / "run"))
     stack.enter_context(ckpt)
     manager: Any = ckpt.torchft_manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=2, max_replicas=2, lighthouse_addr=lighthouse
-    )
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=2, max_replicas=2, lighthouse=lighthouse,
+        store_addr="127.0.0.1", store_port=store.port,
+    )  # fmt: skip
     ckpt.register(model=torch.nn.Linear(64, 64))
     ckpt.resume()
     gradient = torch.ones(GRADIENT)

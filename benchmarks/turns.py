@@ -37,9 +37,7 @@ class Worker:
         self._folder.mkdir(parents=True)
         command = [sys.executable, __file__, self.party, str(self._mb), str(self._folder)]
         with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True
-            )
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True)
         return self
 
     def turn(self) -> dict[str, float]:
