@@ -30,7 +30,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def good(self) -> bool:
         """Whether every promise held."""
-        return self.verdict.good and self.samples.repeated == 0 and self.samples.skipped == 0
+        return self.verdict.good and self.samples.exact
 
     @classmethod
     def of(cls, s: Scenario, total: float) -> Report:
@@ -68,7 +68,7 @@ def show(r: Report, console: Console) -> None:
     table.add_row("loss before the kill / after resuming", f"{v.loss_before:.3f} / {v.loss_after:.3f}")
     table.add_row("steps made after that generation and made again", str(v.redone))
     s = r.samples
-    table.add_row("samples consumed / repeated / skipped", f"{s.consumed} / {s.repeated} / {s.skipped}")
+    table.add_row("samples consumed / repeated / skipped", f"{s.consumed} / {s.repeated} / {s.skipped} (audit of {s.steps} steps)")
     table.add_row("all of it", f"{r.total:.0f} s; kept in {r.folder}")
     console.print(table)
     console.print("generations:")

@@ -1,80 +1,54 @@
-"""Counts samples along the demo's final trajectory, from the trainers' own lines. Judges nothing else."""
+"""Counts samples along the demo's final trajectory, from the audit that the trainers wrote. Judges nothing else."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-
 import msgspec
 
-from ftckpt.demo.history import Line
-from ftckpt.demo.scenario import Scenario
+from ftckpt.data.audit import judge_audit, read_audit
+from ftckpt.demo.scenario import JOB, Scenario
+from ftckpt.domain.names import member_id
+from ftckpt.domain.trajectory import genesis
 
 
 class SampleCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples in the final state: consumed in all, consumed more than once, passed over."""
+    """Samples in the newest generation's state, per epoch of each replica's own share.
+
+    Args:
+        consumed: samples consumed, over all epochs.
+        repeated: consumed more than once in an epoch.
+        skipped: passed over in an epoch that is over.
+        steps: committed steps that were judged.
+        whole: the records reach back to the beginning.
+        unrecorded: contributions that nothing was recorded for.
+    """
 
     consumed: int
     repeated: int
     skipped: int
+    steps: int
+    whole: bool
+    unrecorded: int
+
+    @property
+    def exact(self) -> bool:
+        """Exactly once, and nothing is unknown."""
+        return self.whole and self.consumed > 0 and not (self.repeated or self.skipped or self.unrecorded)
 
 
-def count_samples(scenario: Scenario) -> SampleCount:
-    """Count for a scenario that has ended; the order of each replica's loader is found by drawing from it anew."""
-    order = {r: draw_order(r, scenario.plan.replicas, 1 + max((len(s) for s in scenario.history.lines.values()), default=0)) for r in scenario.history.lines}
-    return compare(scenario.history.lines, order)
-
-
-def compare(lines: Mapping[int, Sequence[Line]], order: Mapping[int, Sequence[int]]) -> SampleCount:
-    """Compare what was consumed along the newest state's trajectory with the first that many ids of each loader's order.
-
-    Args:
-        lines: history of each replica.
-        order: for each replica its loader's sample ids, in order.
-    """
-    chain = final_chain(lines)
-    consumed = repeated = skipped = 0
-    for replica, seq in lines.items():
-        by_state = {x.trajectory: x.ids for x in seq if x.kind == "step" and x.committed and x.contributed}
-        ids = [i for h in chain for i in by_state.get(h, ())]
-        want = Counter(list(order[replica])[: len(ids)])
-        have = Counter(ids)
-        consumed += len(ids)
-        repeated += sum((have - want).values())
-        skipped += sum((want - have).values())
-    return SampleCount(consumed=consumed, repeated=repeated, skipped=skipped)
-
-
-def final_chain(lines: Mapping[int, Sequence[Line]]) -> list[str]:
-    """Trajectory hashes from the first committed step to the newest state, oldest first."""
-    parent: dict[str, str] = {}
-    newest: Line | None = None
-    for seq in lines.values():
-        before = ""
-        for x in seq:
-            if x.kind == "step" and x.committed and not x.healed and before and x.trajectory != before:
-                parent.setdefault(x.trajectory, before)
-            before = x.trajectory
-            if newest is None or (x.step, x.time) >= (newest.step, newest.time):
-                newest = x
-    chain: list[str] = []
-    at = newest.trajectory if newest else ""
-    while at and at not in chain:
-        chain.append(at)
-        at = parent.get(at, "")
-    return chain[::-1]
-
-
-def draw_order(replica: int, replicas: int, batches: int) -> list[int]:
-    """The first ``batches`` batches' sample ids of a replica, from the example's own data set and loader."""
-    from ftckpt.examples.train_gpt import make_loader
-
-    ids: list[int] = []
-    loader = make_loader(replica, replicas)
-    while batches > 0:
-        for batch, _, _ in loader:
-            ids += batch.tolist()
-            batches -= 1
-            if batches == 0:
-                break
-    return ids
+def count_samples(s: Scenario) -> SampleCount:
+    """Judge each replica's own share along the trajectory of the newest generation."""
+    uses, made = read_audit(s.plan.folder / "root" / JOB / "audit")
+    tail = max(s.entries(fresh=True), key=lambda e: e.index)
+    consumed = repeated = skipped = unrecorded = steps = 0
+    whole = True
+    for replica in range(s.plan.replicas):
+        own = member_id(f"replica{replica}")
+        links = [msgspec.structs.replace(m, parts=tuple(p for p in m.parts if p[0] == own)) for m in made]
+        report = judge_audit([u for u in uses if u.member == own], links, tail.trajectory, genesis(JOB).h)
+        consumed += sum(last - first + 1 for e in report.epochs for first, last in (*e.once, *e.repeated))
+        repeated += sum(last - first + 1 for e in report.epochs for first, last in e.repeated)
+        skipped += sum(last - first + 1 for e in report.epochs if e.over for first, last in e.missing)
+        unrecorded += len(report.unrecorded)
+        whole = whole and report.whole
+        steps = max(steps, report.steps)
+    return SampleCount(consumed=consumed, repeated=repeated, skipped=skipped, steps=steps, whole=whole, unrecorded=unrecorded)

@@ -39,7 +39,7 @@ class Text(torch.utils.data.Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
         windows: number of windows in all.
     """
 
-    def __init__(self, share: int, shares: int, windows: int = 12_000) -> None:
+    def __init__(self, share: int, shares: int, windows: int = 2_400) -> None:
         folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
         raw = bytearray()
         for path in sorted(folder.glob("*.py")):
@@ -131,7 +131,7 @@ def main() -> None:
         history.write("resumed", ckpt, model, source=report.source, location=report.location or "")
         if ckpt.current_step >= args.steps:
             return
-        for ids, x, y in ckpt.batches("loader"):
+        for ids, x, y in ckpt.batches("loader", ids=lambda batch: batch[0].tolist()):
             optimizer.zero_grad()
             loss = model(x, y)
             loss.backward()

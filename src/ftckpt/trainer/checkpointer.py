@@ -29,6 +29,7 @@ from ftckpt.trainer.replicas.base import Callbacks, Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.restore import restore
 from ftckpt.trainer.resuming import Resumer, ResumeReport
+from ftckpt.trainer.samples import SampleLedger
 from ftckpt.trainer.saving import Saver
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.states import Scope, StateRegistry
@@ -65,6 +66,7 @@ class Checkpointer:
         self._carrier: HealCarrier | None = None
         self._saver: Saver | None = None
         self._resume_word = resume_word
+        self._ledger = SampleLedger()
         self._last: Outcome | None = None
         self._told = 0.0
         self._resumed = self._closed = False
@@ -153,6 +155,7 @@ class Checkpointer:
         finally:
             if self._replica is not None:
                 self._replica.close()
+            self._ledger.close()
             self._session.client.close()
             self._session.close()
             self._log.close()
@@ -190,6 +193,8 @@ class Checkpointer:
             load_tail=self._load_tail,
             on_boundary=carrier.freeze,
             on_event=self._note,
+            on_vote=self._ledger.voting,
+            on_made=self._ledger.made,
         )
         manager = build_manager(
             pg=pg,
@@ -316,9 +321,13 @@ class Checkpointer:
 
         Args:
             name: the loader's name.
-            options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...).
+            options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...). ``ids``, a function that gives
+                a batch's sample ids, turns the audit on: see ``ftckpt data audit``.
         """
         self._need_resumed("batches()")
+        if "ids" in options:
+            self._ledger.open(self.settings, self.replica, self.group.rank)
+            options.setdefault("record", self._ledger.draw)
         options.setdefault("ranks", self.group.world_size)
         return self._loaders.feed(name, self._session, self.replica, after_seek=self._loader.rng_after_seek, **options)
 
@@ -386,7 +395,9 @@ class Checkpointer:
     def replica(self) -> Replica:
         """This replica; without torchft one that stands alone."""
         if self._replica is None:
-            self._replica = SoloReplica(self.settings.job, self.settings.replica, self.group.incarnation)
+            self._replica = SoloReplica(
+                self.settings.job, self.settings.replica, self.group.incarnation, self._ledger.voting, self._ledger.made
+            )
         return self._replica
 
     # ------------------------------------------------------------------ inside

@@ -162,6 +162,8 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
             group are given the same index.
         on_boundary: a step begins (main thread): freeze what forward mutates, so that a heal sees the step whole.
         on_event: tell people (kind, text); any thread.
+        on_vote: a vote is about to be held to which this replica contributes (trajectory hash before the step, attempt nonce).
+        on_made: a step was committed (trajectory hash before, after, step, (member, nonce) of everybody whose draws are in it).
     """
 
     tail: Callable[[], Entry | None]
@@ -169,6 +171,8 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
     load_tail: Callable[[int], None]
     on_boundary: Callable[[], None] = lambda: None
     on_event: Callable[[str, str], None] = lambda kind, text: None
+    on_vote: Callable[[str, int], None] = lambda before, nonce: None
+    on_made: Callable[[str, str, int, tuple[tuple[int, int], ...]], None] = lambda before, after, step, parts: None
 
 
 class Carrier(Protocol):

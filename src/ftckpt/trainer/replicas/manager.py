@@ -148,6 +148,8 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
                 super().report_error(FtckptError(reason))  # not ours: the process group is sound, and others still use it
             if act.act is not Act.KEEP:
                 self._acts.propose(self.standing.now.ordinal, act)
+            if slots is not None and not reason:
+                self.standing.announce(slots[own])
             committed = bool(super().should_commit(timeout))
             if committed and slots is not None:
                 self.standing.made(slots, own=own, rank=self._participating_replica_rank)

@@ -205,6 +205,11 @@ class Member:
         tail, readable = self.tail()
         return reason, self.bounds.agreed(act, reason, own=not stance.go or act is not Act.KEEP, tail=tail, readable=readable)
 
+    def announce(self, mine: Slot) -> None:
+        """The vote is about to be held with this slot of ours."""
+        if mine.role is Role.CONTRIBUTES:
+            self._callbacks.on_vote(mine.h, mine.nonce)
+
     # ------------------------------------------------------------------ after the vote
     def applying(self) -> Position | None:
         """A fetched state is about to be loaded: torn until ``applied``. None if there is none to load."""
@@ -221,11 +226,14 @@ class Member:
     def made(self, slots: Sequence[Slot], *, own: int, rank: int | None) -> None:
         """The step was committed: the trajectory moves, last of all."""
         tail, _ = self.tail()
+        before = self.position.trajectory.h
         self.position = self.position.made(slots, tail.step if tail is not None else None)
         self._first = False
         self.bounds.reset()
         present = tuple(s.member for s in slots)
         adding = tuple(s.member for s in slots if s.role is Role.CONTRIBUTES)
+        parts = () if self.now.empty else tuple((s.member, s.nonce) for s in slots if s.role is Role.CONTRIBUTES)
+        self._callbacks.on_made(before, self.position.trajectory.h, self.position.trajectory.step, parts)
         self._record(
             committed=True,
             contributed=slots[own].role is Role.CONTRIBUTES,

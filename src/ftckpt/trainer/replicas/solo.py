@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
@@ -17,9 +17,18 @@ class SoloReplica:
         job: the job's name, for the trajectory of the untrained state.
         replica: stable name of the replica group.
         incarnation: this life of the group, alike on all its ranks (they derive the same trajectory from it).
+        on_vote, on_made: see ``Callbacks``.
     """
 
-    def __init__(self, job: str, replica: str, incarnation: str) -> None:
+    def __init__(
+        self,
+        job: str,
+        replica: str,
+        incarnation: str,
+        on_vote: Callable[[str, int], None] | None = None,
+        on_made: Callable[[str, str, int, tuple[tuple[int, int], ...]], None] | None = None,
+    ) -> None:
+        self._on_vote, self._on_made = on_vote, on_made
         self.replica, self.member, self.incarnation = replica, member_id(replica), incarnation
         self._position = Position(trajectory=genesis(job))
         self._attempt, self._adds = 0, (0, 0)
@@ -71,7 +80,12 @@ class SoloReplica:
         self._adds = (0, 0)
         nonce = attempt_nonce(self.incarnation, self._attempt)
         slot = Slot(role=Role.CONTRIBUTES, member=self.member, nonce=nonce, h=self.trajectory.h, draws=draws, samples=samples)
+        before = self.trajectory.h
+        if self._on_vote is not None:
+            self._on_vote(before, nonce)
         self._position = self._position.made([slot], self._known_step)
+        if self._on_made is not None:
+            self._on_made(before, self.trajectory.h, self.step, ((self.member, nonce),))
         self.batches_committed += 1
         one = (self.member,)
         return Outcome(committed=True, contributed=True, healed=False, step=self.step, members=one, present=one, writer=True)
