@@ -10,6 +10,7 @@ import msgspec
 
 HASH_BYTES = 32
 KEEP_BEHIND = 256  # links kept behind the known tail, so that a peer that lags can still be judged
+MAX_LINKS = 1 << 18  # links kept at most, for jobs that never commit a generation; a tail older than all of them cannot be judged
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +65,8 @@ class Trajectory(msgspec.Struct, frozen=True):
         return self if cut == 0 else Trajectory(self.step, self.h, self.links[cut:])
 
     def _next(self, h: str, step: int) -> Trajectory:
-        return Trajectory(step, h, (*self.links, Link(self.step, self.h)))
+        kept = self.links if len(self.links) < MAX_LINKS else self.links[1 - MAX_LINKS :]
+        return Trajectory(step, h, (*kept, Link(self.step, self.h)))
 
 
 def genesis(job: str) -> Trajectory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import time
@@ -10,14 +11,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import replica_worker
 from torchft._torchft import LighthouseServer
 
 WAIT = 40.0
 
-# One server imports torch once; replicas are forked from it.
+# One server imports torch once; replicas are forked from it. It looks for what it preloads on PYTHONPATH alone.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["replica_worker"])
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    multiprocessing.forkserver.ensure_running()
 
 
 class Handle:

@@ -45,7 +45,7 @@ class FileLog:
 class FileCarrier:
     """Published states as directories: tensors raw, bytes and numbers as JSON."""
 
-    def __init__(self, root: Path, name: str, fails: bool) -> None:
+    def __init__(self, root: Path, name: str, fails: int) -> None:
         self.root, self.name, self.count, self.fails = root / "carried", name, 0, fails
         self.root.mkdir(exist_ok=True)
 
@@ -72,6 +72,7 @@ class FileCarrier:
     def fetch(self, metadata: str, step: int, timeout: float) -> dict[str, Any]:
         until = time.monotonic() + timeout
         if self.fails:
+            self.fails -= 1
             raise PeerError("the network is cut")
         while time.monotonic() < until:
             found = self._newest(json.loads(metadata)["from"], step)
@@ -117,7 +118,7 @@ class Worker:
         self.log = FileLog(self.root)
         self.fail_load = spec.get("fail_load", False)
         self.loaded: list[int] = []
-        self.carrier = FileCarrier(self.root, f"{self.name}r{rank}", spec.get("fail_fetch", False))
+        self.carrier = FileCarrier(self.root, f"{self.name}r{rank}", spec.get("fail_fetches", 0))
         self.manager = build_manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=STEP_TIMEOUT)),
             min_replica_size=spec.get("min_replica_size", 1),

@@ -203,7 +203,7 @@ def test_a_source_off_the_tail_is_refused_without_costing_the_survivor_a_step(wo
 @pytest.mark.covers("F56")
 def test_a_replica_that_can_never_heal_ends_after_bounded_attempts_with_its_own_code(world: World) -> None:
     (a,) = ready(world, "a")
-    (b,) = world.start("b", limits={"pause": 0.02, "attempts": 3}, fail_fetch=True)
+    (b,) = world.start("b", limits={"pause": 0.02, "attempts": 3}, fail_fetches=99)
     ends = None
     for _ in range(8):
         x, y = together([a, b])

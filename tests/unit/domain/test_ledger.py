@@ -1,0 +1,91 @@
+"""The commit rule against a brute-force tree of histories."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftckpt.domain.ledger import Append, Entry, Strayed, Superseded, Unprovable, judge, own_entry, regressed, standing
+from ftckpt.domain.trajectory import Trajectory, genesis
+
+
+def entry(index: int, t: Trajectory, attempt: str = "00000000", log: str = "L") -> Entry:
+    return Entry(
+        index=index, kind="generation", log=log, step=t.step, trajectory=t.h, prev=index - 1, base=index - 1, attempt=attempt, writer="a"
+    )
+
+
+@st.composite
+def two_histories(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Two paths of nonces from one root with a common beginning."""
+    common = draw(st.lists(st.integers(0, 2), max_size=4))
+    return common + draw(st.lists(st.integers(0, 2), max_size=4)), common + draw(st.lists(st.integers(0, 2), max_size=4))
+
+
+def walk(path: list[int]) -> Trajectory:
+    t = genesis("job")
+    for nonce in path:
+        t = t.advance([(1, nonce)])
+    return t
+
+
+@pytest.mark.covers("I2", "I3")
+@given(two_histories(), st.integers(-1, 5))
+def test_a_candidate_is_appended_exactly_when_the_tail_is_in_its_past(paths: tuple[list[int], list[int]], index: int) -> None:
+    tail_path, own_path = paths
+    verdict = judge(entry(index, walk(tail_path)), walk(own_path))
+    descends = own_path[: len(tail_path)] == tail_path
+    if descends and len(own_path) > len(tail_path):
+        assert verdict == Append(index)
+    elif len(tail_path) >= len(own_path):
+        assert verdict == Superseded(index)
+    else:
+        assert isinstance(verdict, Strayed)
+
+
+@pytest.mark.covers("I2")
+@given(two_histories())
+def test_a_live_state_stands_to_the_tail_as_its_past_says(paths: tuple[list[int], list[int]]) -> None:
+    tail_path, own_path = paths
+    stands = standing(entry(0, walk(tail_path)), walk(own_path))
+    if own_path[: len(tail_path)] == tail_path:
+        assert stands == "holds"
+    else:
+        assert stands == ("behind" if len(own_path) < len(tail_path) else "diverged")
+
+
+def test_an_empty_log_takes_any_candidate() -> None:
+    assert judge(None, walk([1])) == Append(-1)
+    assert standing(None, walk([])) == "holds"
+
+
+def test_nothing_is_said_of_a_tail_older_than_the_recorded_links() -> None:
+    t = walk([0, 1, 2, 0, 1])
+    short = Trajectory(t.step, t.h, t.links[-2:])
+    foreign = entry(3, walk([9]))
+    assert judge(foreign, short) == Unprovable(3)
+    assert standing(foreign, short) == "unknown"
+
+
+@pytest.mark.covers("F68")
+def test_ones_own_entry_is_found_by_its_attempt() -> None:
+    entries = [entry(0, walk([1]), "aaaaaaaa"), entry(1, walk([1, 2]), "bbbbbbbb")]
+    assert own_entry(entries, "bbbbbbbb") == entries[1]
+    assert own_entry(entries, "cccccccc") is None
+
+
+@pytest.mark.covers("F81")
+@pytest.mark.parametrize(
+    ("known", "tail", "log", "told"),
+    [
+        (None, None, "L", False),
+        (entry(3, walk([1])), None, "L", True),
+        (entry(3, walk([1])), entry(2, walk([1])), "L", True),
+        (entry(3, walk([1])), entry(3, walk([1])), "L", False),
+        (entry(3, walk([1])), entry(4, walk([1])), "L", False),
+        (entry(3, walk([1])), entry(9, walk([1])), "M", True),
+    ],
+)
+def test_a_log_that_shows_less_than_was_known_has_gone_back(known: Entry | None, tail: Entry | None, log: str, told: bool) -> None:
+    assert regressed(known, tail, log) is told
