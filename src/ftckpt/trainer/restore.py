@@ -76,7 +76,7 @@ def restore(
         source = _source(state.name, sources or {}, states)
         part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), claimed)
         read.add(part.source)
-        fresh = _for(on_mismatch, state.name, "error") == "fresh"
+        fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
         _plan(part, state, source, leaves, states, names, meta)
         if part.problems and fresh:
             part.report.notes += part.problems
@@ -175,12 +175,10 @@ def _choose(
             wrong += [f"{option} names {name!r}" for name in given if name not in known]
     modes = strict.values() if isinstance(strict, Mapping) else [strict]
     wrong += [f"strict={mode!r} is none of {', '.join(_MODES)}" for mode in modes if mode not in _MODES]
-    fresh = on_mismatch.items() if isinstance(on_mismatch, Mapping) else [(s.name, on_mismatch) for s in shared if s.kind == "optimizer"]
-    for name, what in fresh:
-        if what not in ("error", "fresh"):
-            wrong.append(f"on_mismatch={what!r} is neither 'error' nor 'fresh'")
-        elif what == "fresh" and name in known and registry[name].kind != "optimizer":
-            wrong.append(f"on_mismatch='fresh' is for optimizers, and {name!r} is a {registry[name].kind}")
+    words = on_mismatch if isinstance(on_mismatch, Mapping) else {"": on_mismatch}
+    wrong += [f"on_mismatch={what!r} is neither 'error' nor 'fresh'" for what in words.values() if what not in ("error", "fresh")]
+    kinds = {name: registry[name].kind for name, what in words.items() if what == "fresh" and name in known}
+    wrong += [f"on_mismatch='fresh' is for optimizers, and {name!r} is a {kind}" for name, kind in kinds.items() if kind != "optimizer"]
     if wrong:
         raise ConfigError("; ".join(wrong), now="nothing was changed", todo=f"registered states are: {', '.join(sorted(known)) or 'none'}")
     return [s for s in shared if (only is None or s.name in only) and s.name not in exclude]

@@ -1,0 +1,370 @@
+"""What a restore allows, refuses and reports; everything that does not fit is told at once, before anything changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from state_tools import registry, same, same_nested, save
+from torch import nn
+
+from ftckpt.errors import ConfigError, Mismatch
+from ftckpt.trainer.capture import Capturer
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.states import StateRegistry
+
+
+def trained(model, optimizer, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(2, next(model.parameters()).shape[1])).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def snapshot(model, optimizer):
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state(), [p.grad for p in model.parameters()]))
+
+
+@pytest.mark.covers("B5", "D11", "F41")
+def test_everything_that_does_not_fit_is_listed_at_once_and_nothing_changed():
+    one = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3), "gone": nn.Linear(1, 1), "h": nn.Linear(2, 2)})
+    saved = save({"model": one, "optimizer": torch.optim.SGD(one.parameters(), lr=0.1), "tree": {"n": 1}})
+    two = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 4), "new": nn.Linear(1, 1), "h": nn.Linear(2, 2).half()})
+    opt, tree = torch.optim.SGD(two.parameters(), lr=0.7), {"n": 0}
+    before = snapshot(two, opt)
+    with pytest.raises(Mismatch) as caught:
+        saved.load(registry(model=two, optimizer=opt, tree=tree, more={}))
+    text = str(caught.value)
+    for part in ("model/gone.weight is stored but unexpected", "model/new.bias is missing", "b.weight has shape (4, 2), stored is (3, 2)",
+                 "h.weight is float16, stored is float32", "optimizer/state/gone.weight is stored but", "no state 'more' was stored",
+                 "nothing was changed"):  # fmt: skip
+        assert part in text, part
+    assert same_nested(before, snapshot(two, opt))
+    assert tree == {"n": 0}
+
+
+@pytest.mark.covers("B5", "C9")
+def test_lenient_takes_what_fits_and_reports_the_rest():
+    one = nn.ModuleDict({"a": nn.Linear(2, 2), "gone": nn.Linear(1, 1)})
+    two = nn.ModuleDict({"a": nn.Linear(2, 2), "new": nn.Linear(1, 1)})
+    new = two["new"].weight.clone()
+    report = save({"model": one}).load(registry(model=two, more={}), strict="lenient").states
+    assert report["model"].missing == ["new.weight", "new.bias"]
+    assert report["model"].unexpected == ["gone.bias", "gone.weight"]
+    assert same(two["a"].weight, one["a"].weight)
+    assert same(two["new"].weight, new)
+    assert report["more"].outcome == "absent"
+    with pytest.raises(Mismatch, match="shape"):
+        save({"model": nn.Linear(2, 2)}).load(registry(model=nn.Linear(2, 3)), strict="lenient")
+
+
+def test_cast_converts_and_says_so():
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16)
+    report = save({"model": one}).load(registry(model=two), strict={"model": "cast"})
+    assert same(two.weight, one.weight.to(torch.bfloat16))
+    assert report.states["model"].cast == ["weight", "bias"]
+    back = nn.Linear(4, 4)
+    save({"model": two}).load(registry(model=back), strict="lenient+cast")
+    assert same(back.weight, two.weight.float())
+
+
+@pytest.mark.covers("C10", "C6", "D12")
+def test_an_optimizer_that_does_not_fit_can_stay_fresh_and_steps():
+    saved = save(dict(zip(("model", "optimizer"), trained(m := nn.Linear(3, 3), torch.optim.AdamW(m.parameters())), strict=True)))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.3)
+    report = saved.load(registry(optimizer=opt), on_mismatch={"optimizer": "fresh"})
+    assert report.states["optimizer"].outcome == "fresh"
+    assert report.states["optimizer"].notes
+    assert opt.param_groups[0]["lr"] == 0.3
+    trained(model, opt)
+    without = save({"model": m})
+    with pytest.raises(Mismatch, match="no state 'optimizer' was stored"):
+        without.load(registry(optimizer=opt))
+    assert without.load(registry(optimizer=opt), on_mismatch="fresh").states["optimizer"].outcome == "fresh"
+
+
+@pytest.mark.covers("D6")
+def test_a_parameter_whose_state_is_stored_in_part_is_an_error():
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    trained(one, opt := torch.optim.AdamW(one.parameters()))
+    del opt.state[one.weight]["exp_avg"]
+    saved = save({"model": one, "optimizer": opt})
+    _, other = trained(two, torch.optim.AdamW(two.parameters()))
+    with pytest.raises(Mismatch, match="optimizer/state/weight/exp_avg is missing"):
+        saved.load(registry(model=two, optimizer=other))
+
+
+@pytest.mark.covers("A11", "C9")
+@pytest.mark.parametrize(
+    "options",
+    [{"only": ["x"]}, {"exclude": ["x"]}, {"exclude": "model"}, {"sources": {"x": "model"}}, {"strict": {"x": "exact"}}, {"strict": "loose"},
+     {"on_mismatch": {"model": "fresh"}}, {"on_mismatch": "maybe"}],
+)  # fmt: skip
+def test_unknown_names_and_words_are_refused(options):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="nothing was changed"):
+        save({"model": model}).load(registry(model=model), **options)
+
+
+@pytest.mark.covers("A11", "B13")
+def test_only_and_exclude_load_parts_of_one_generation_in_stages():
+    one, opt = trained(m := nn.Linear(2, 2), torch.optim.AdamW(m.parameters()))
+    saved = save({"model": one, "optimizer": opt, "tree": {"n": 1}})
+    fresh, tree = nn.Linear(2, 2), {"n": 0}
+    first = registry(model=fresh)
+    assert saved.load(first).unread == ["optimizer", "tree"]
+    other = torch.optim.AdamW(fresh.parameters())
+    first.add("optimizer", other)
+    first.add("tree", tree)
+    saved.load(first, only=["optimizer"])
+    assert same(other.state[fresh.weight]["exp_avg"], opt.state[one.weight]["exp_avg"])
+    assert tree == {"n": 0}
+    saved.load(first, exclude=["model", "optimizer"])
+    assert tree == {"n": 1}
+
+
+@pytest.mark.covers("C4")
+def test_meta_tensors_are_refused_left_or_given_memory_by_explicit_choice():
+    one = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    saved = save({"model": one})
+    with torch.device("meta"):
+        ghost = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        ghost.tied = ghost[0].weight
+    saved_tied = save({"model": (full := copy.deepcopy(one), setattr(full, "tied", full[0].weight))[0]})
+    with pytest.raises(Mismatch, match="0.weight is on the meta device"):
+        saved_tied.load(registry(model=ghost))
+    report = saved_tied.load(registry(model=ghost), meta="skip")
+    assert ghost[0].weight.is_meta
+    assert len(report.states["model"].notes) == 8
+    saved_tied.load(registry(model=ghost), meta="materialize")
+    assert ghost.tied is ghost[0].weight
+    assert same_nested(dict(ghost.state_dict()), dict(full.state_dict()))
+    assert "model/tied" not in saved.names()
+
+
+@pytest.mark.covers("D7", "F34")
+def test_groups_changed_while_training_are_matched_by_parameter_names():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    opt = torch.optim.SGD(model["a"].parameters(), lr=0.1, momentum=0.9)
+    opt.add_param_group({"params": list(model["b"].parameters()), "lr": 0.5, "mine": (1, {"x": 2})})
+    saved = save({"model": model, "optimizer": opt})
+    fresh = copy.deepcopy(model)
+    other = torch.optim.SGD([{"params": fresh["b"].parameters()}, {"params": fresh["a"].parameters()}], lr=9.0)
+    saved.load(registry(model=fresh, optimizer=other))
+    assert [g["lr"] for g in other.param_groups] == [0.5, 0.1]
+    assert other.param_groups[0]["mine"] == (1, {"x": 2})
+    joined = torch.optim.SGD(fresh.parameters(), lr=9.0)
+    with pytest.raises(Mismatch, match=r"different lr, mine"):
+        saved.load(registry(model=fresh, optimizer=joined))
+    few = torch.optim.SGD(fresh["a"].parameters(), lr=9.0)
+    with pytest.raises(Mismatch, match=r"state/b.weight is stored but unexpected"):
+        saved.load(registry(model=fresh, optimizer=few))
+
+
+def test_implementation_flags_stay_as_they_are_live():
+    one, opt = trained(m := nn.Linear(2, 2), torch.optim.AdamW(m.parameters(), foreach=True, weight_decay=0.3))
+    fresh = nn.Linear(2, 2)
+    other = torch.optim.AdamW(fresh.parameters(), fused=True)
+    report = save({"model": one, "optimizer": opt}).load(registry(model=fresh, optimizer=other))
+    assert other.param_groups[0]["fused"] is True
+    assert other.param_groups[0]["foreach"] is None
+    assert other.param_groups[0]["weight_decay"] == 0.3
+    assert "foreach, fused" in report.states["optimizer"].notes[0]
+    trained(fresh, other)
+
+
+def test_a_learning_rate_tensor_keeps_its_identity():
+    model = nn.Linear(2, 2)
+    saved = save({"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25), foreach=False)})
+    lr = torch.tensor(0.5)
+    other = torch.optim.Adam(model.parameters(), lr=lr, foreach=False)
+    saved.load(registry(model=model, optimizer=other))
+    assert other.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.25
+
+
+@pytest.mark.covers("F34")
+def test_lbfgs_state_of_lists_of_tensors_comes_back():
+    torch.manual_seed(0)
+    one, data = nn.Linear(3, 1), torch.randn(8, 3)
+    opt = torch.optim.LBFGS(one.parameters(), max_iter=3)
+
+    def run(model, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(data) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(3)]
+
+    run(one, opt)
+    saved = save({"model": one, "optimizer": opt})
+    expected = run(one, opt)
+    two = nn.Linear(3, 1)
+    other = torch.optim.LBFGS(two.parameters(), max_iter=3)
+    saved.load(registry(model=two, optimizer=other))
+    assert run(two, other) == expected
+
+
+SCHEDULERS = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda e: 0.9**e),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30),
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=60),
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [8, 12]),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "warm": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 7),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=5),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=8), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [8]
+    ),
+    "chained": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.1, total_iters=9), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+@pytest.mark.covers("F36", "B9")
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_the_next_20_learning_rates_are_the_same(kind):
+    def build():
+        model = nn.Linear(2, 2)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, opt, SCHEDULERS[kind](opt)
+
+    def run(model, opt, sched, steps):
+        rates = []
+        for _ in range(steps):
+            trained(model, opt, 1)
+            sched.step(1.0) if kind == "plateau" else sched.step()
+            rates.append((opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"]))
+        return rates
+
+    one = build()
+    run(*one, 10)
+    saved = save(dict(zip(("model", "optimizer", "scheduler"), one, strict=True)))
+    expected = run(*one, 20)
+    two = build()
+    saved.load(registry(model=two[0], optimizer=two[1], scheduler=two[2]))
+    assert run(*two, 20) == expected
+
+
+@pytest.mark.covers("C7", "B8")
+def test_scalers_come_back_and_a_disabled_one_is_tolerated():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    scaler.update(32.0)
+    fresh = torch.amp.GradScaler("cpu", init_scale=2.0)
+    save({"scaler": scaler}).load(registry(scaler=fresh))
+    assert fresh.state_dict() == scaler.state_dict()
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    saved = save({"scaler": off})
+    assert saved.states["scaler"].empty
+    report = saved.load(registry(scaler=fresh))
+    assert report.states["scaler"].outcome == "empty"
+    assert fresh.state_dict() == scaler.state_dict()
+
+
+@pytest.mark.covers("A13", "C8")
+def test_parts_are_merged_and_collisions_refused():
+    stages = [nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.ModuleDict({"b": nn.Linear(2, 2)})]
+    opts = [torch.optim.AdamW(s.parameters()) for s in stages]
+    saved = save({"model": stages, "optimizer": opts})
+    whole = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    saved.load(registry(model=whole, optimizer=torch.optim.AdamW(whole.parameters())))
+    assert same(whole["b"].weight, stages[1]["b"].weight)
+    with pytest.raises(ConfigError, match="two tensors under the name 'a.weight'"):
+        save({"model": [stages[0], nn.ModuleDict({"a": nn.Linear(2, 2)})]})
+    with pytest.raises(ConfigError, match="in two groups or optimizers"):
+        save({"model": stages, "optimizer": [opts[0], torch.optim.AdamW(stages[0].parameters())]})
+
+
+def test_two_models_with_the_same_names_in_one_optimizer_do_not_collide():
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def optimizer(x, y):
+        return torch.optim.SGD([*x.parameters(), *y.parameters(), nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+
+    opt = optimizer(a, b)
+    (a(torch.ones(1, 2)) + 3 * b(torch.ones(1, 2))).sum().backward()
+    opt.step()
+    saved = save({"gen": a, "dis": b, "optimizer": opt})
+    assert "optimizer/state/gen:weight/momentum_buffer" in saved.names()
+    c, d = nn.Linear(2, 2), nn.Linear(2, 2)
+    other = optimizer(c, d)
+    saved.load(registry(gen=c, dis=d, optimizer=other))
+    assert same(other.state[d.weight]["momentum_buffer"], opt.state[b.weight]["momentum_buffer"])
+    assert not same(other.state[d.weight]["momentum_buffer"], opt.state[a.weight]["momentum_buffer"])
+
+
+@pytest.mark.covers("B16", "C1", "A13", "D10")
+def test_wrappers_are_taken_off_and_fsdp1_is_refused_naming_fsdp2():
+    inner = nn.Linear(2, 2)
+
+    class FullyShardedDataParallel(nn.Module):
+        __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+    class OptimizerWrapper(torch.optim.Optimizer):
+        def __init__(self, optim):
+            self.optim = optim
+
+        def state_dict(self):
+            return self.optim.state_dict()
+
+    class Container(torch.optim.Optimizer):
+        def __init__(self, optimizers):
+            self.optimizers = optimizers
+
+    states = StateRegistry()
+    assert states.add("compiled", torch.compile(inner)).parts == (inner,)
+    assert states.add("parallel", nn.DataParallel(torch.compile(inner))).parts == (inner,)
+    opt = torch.optim.SGD(inner.parameters(), lr=0.1)
+    assert states.add("wrapped", OptimizerWrapper(opt)).parts == (opt,)
+    assert states.add("several", Container([OptimizerWrapper(opt), opt])).parts == (opt, opt)
+    with pytest.raises(ConfigError, match="fully_shard"):
+        states.add("old", nn.Sequential(FullyShardedDataParallel()))
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_stored_as_what_it_gives():
+    class Own(torch.optim.SGD):
+        def state_dict(self):
+            return {"inner": super().state_dict(), "extra": 5}
+
+        def load_state_dict(self, value):
+            self.extra = value["extra"]
+            super().load_state_dict(value["inner"])
+
+    one, opt = trained(m := nn.Linear(2, 2), Own(m.parameters(), lr=0.1, momentum=0.9))
+    fresh = nn.Linear(2, 2)
+    other = Own(fresh.parameters(), lr=0.2)
+    saved = save({"model": one, "optimizer": opt})
+    assert saved.states["optimizer"].kind == "tree"
+    saved.load(registry(model=fresh, optimizer=other))
+    assert other.extra == 5
+    assert same(other.state[fresh.weight]["momentum_buffer"], opt.state[one.weight]["momentum_buffer"])
+    with pytest.raises(Mismatch, match="registered as a optimizer, but 'optimizer' was stored as a tree"):
+        saved.load(registry(model=fresh, optimizer=torch.optim.SGD(fresh.parameters(), lr=0.1)))
+
+
+def test_a_load_function_that_raises_is_a_typed_error_naming_the_state():
+    def bad(value):
+        raise ValueError("boom")
+
+    states = StateRegistry()
+    states.add("mine", (lambda: 1, bad))
+    with pytest.raises(Mismatch, match="'mine' could not take what was stored: ValueError: boom"):
+        save({"mine": (lambda: 1, bad)}).load(states)
+
+
+@pytest.mark.covers("C5")
+def test_a_restore_draws_no_random_numbers():
+    one, opt = trained(m := nn.Linear(2, 2), torch.optim.AdamW(m.parameters()))
+    saved = save({"model": one, "optimizer": opt})
+    fresh = nn.Linear(2, 2)
+    before = torch.get_rng_state()
+    saved.load(registry(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters())))
+    Capturer(registry(model=fresh), Group()).prepare()
+    assert torch.equal(before, torch.get_rng_state())
