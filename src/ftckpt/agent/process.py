@@ -34,6 +34,7 @@ _TICK_S = 0.5
 _HELLO_S = 10.0
 _MAX_STRANGERS = 16
 _CLOSE_S = 10.0
+_HURRIED_S = 2.0  # for ending the threads when something hangs
 _Link = Channel[m.ToAgent]
 
 
@@ -307,7 +308,7 @@ class Agent:
             self._listener.close()
         left = self._desk.flight()
         self._let_go("the agent ends")
-        self._pipeline.close(_CLOSE_S)
+        self._pipeline.close(_HURRIED_S if left else _CLOSE_S)
         if self._desk.crash:
             logger.critical("the agent ends: %s", self._desk.crash)
             return 70

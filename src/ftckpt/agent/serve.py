@@ -99,6 +99,9 @@ class Serve:
             self._server.close(timeout)
 
     def _offer(self, offer: Offer) -> None:
+        if not self._config.host:
+            offer.free()
+            return
         if self._server is None:
             self._waiting[offer.message.snapshot] = offer
             return

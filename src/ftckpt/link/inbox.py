@@ -114,16 +114,12 @@ class Inbox:
             self._token += 1
             token = self._token
             self._answers[token] = None
-
-        def found() -> m.Journal | m.Drained | None:
-            return self._answers[token]
-
         try:
             send(token)
-            answer = self.wait_for(found, timeout)
+            self.wait_for(lambda: None if self._answers[token] is None else True, timeout)
         finally:
             with self.changed:
-                self._answers.pop(token, None)
+                answer = self._answers.pop(token, None)
         if answer is None:
             raise DeadlineExceeded(f"no {what} from the agent within {timeout:g} s", now="the agent goes on", todo="wait longer")
         return answer
