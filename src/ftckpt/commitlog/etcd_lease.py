@@ -62,7 +62,7 @@ class LeaseKeeper:
         ttl = put.ttl or 0.0
         with self._changed:
             known = self._kept.get(put.key)
-        lease = known.lease if known is not None and known.put.ttl == put.ttl else self._grant(ttl, deadline)
+        lease = known.lease if known is not None and known.put.ttl == put.ttl else grant(self._connection, ttl, deadline)
         now = time.monotonic()
         with self._changed:
             due = known.due if known is not None and known.lease == lease else now + ttl / 3
@@ -109,25 +109,16 @@ class LeaseKeeper:
                     self._changed.wait(min(min(kept.due, kept.until) for kept in self._kept.values()) - now)
                     continue
             for kept in over:
-                self._revoke(kept.lease)
+                with suppress(LogError, Damaged):  # else it runs out by itself
+                    revoke(self._connection, kept.lease, Deadline(1.0))
             for key, kept in due:
                 self._renew(key, kept)
-
-    def _revoke(self, lease: int) -> None:
-        """End a lease whose owner has not renewed it in time; if that fails it runs out by itself."""
-        request = rpc.LeaseRevokeRequest(ID=lease)
-
-        def send(stubs: Stubs, seconds: float, metadata: Metadata) -> None:
-            stubs.lease.LeaseRevoke(request, seconds, metadata=metadata)
-
-        with suppress(LogError, Damaged):
-            self._connection.call("ending a lease", send, deadline=Deadline(1.0), effect="read")
 
     def _renew(self, key: str, kept: Kept) -> None:
         ttl = kept.put.ttl or 0.0
         deadline = Deadline(max(0.5, min(ttl / 3, self._connection.target.timeout)))
         try:
-            lease = kept.lease if self._refresh(kept.lease, deadline) else self._again(kept, ttl, deadline)
+            lease = kept.lease if refresh(self._connection, kept.lease, deadline) else self._again(kept, ttl, deadline)
             self.error, pause = None, ttl / 3
         except (LogError, Damaged) as error:
             self.error, lease, pause = error.what, kept.lease, min(1.0, ttl / 10)
@@ -138,26 +129,38 @@ class LeaseKeeper:
 
     def _again(self, kept: Kept, ttl: float, deadline: Deadline) -> int:
         """Write a key whose lease died again, unless another has written it since."""
-        lease = self._grant(ttl, deadline)
+        lease = grant(self._connection, ttl, deadline)
         self._write([*kept.compares, Exists(kept.put.key, present=False)], [kept.put], lease, deadline)
         return lease
 
-    def _grant(self, ttl: float, deadline: Deadline) -> int:
-        request = rpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl)))
 
-        def send(stubs: Stubs, seconds: float, metadata: Metadata) -> int:
-            return int(stubs.lease.LeaseGrant(request, seconds, metadata=metadata).ID)
+def grant(connection: Connection, ttl: float, deadline: Deadline) -> int:
+    """A new lease of at least ``ttl`` seconds. Raises LogError."""
+    request = rpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl)))
 
-        # Sent twice it leaves a lease behind that nobody uses, and that runs out.
-        return self._connection.call("granting a lease", send, deadline=deadline, effect="read")
+    def send(stubs: Stubs, seconds: float, metadata: Metadata) -> int:
+        return int(stubs.lease.LeaseGrant(request, seconds, metadata=metadata).ID)
 
-    def _refresh(self, lease: int, deadline: Deadline) -> bool:
-        """Whether the lease lives on: a dead one is answered with a time of 0, not with an error."""
-        request = rpc.LeaseKeepAliveRequest(ID=lease)
+    # Sent twice it leaves a lease behind that nobody uses, and that runs out: as harmless as a read.
+    return connection.call("granting a lease", send, deadline=deadline, effect="read")
 
-        def send(stubs: Stubs, seconds: float, metadata: Metadata) -> bool:
-            call = stubs.lease.LeaseKeepAlive(iter((request,)), seconds, metadata=metadata)
-            alive = any(answer.TTL > 0 for answer in call)
-            return alive
 
-        return self._connection.call("refreshing a lease", send, deadline=deadline, effect="read")
+def refresh(connection: Connection, lease: int, deadline: Deadline) -> bool:
+    """Whether a lease lives on for its time: a dead one is answered with a time of 0, not with an error. Raises LogError."""
+    request = rpc.LeaseKeepAliveRequest(ID=lease)
+
+    def send(stubs: Stubs, seconds: float, metadata: Metadata) -> bool:
+        answers = stubs.lease.LeaseKeepAlive(iter((request,)), seconds, metadata=metadata)
+        return any(answer.TTL > 0 for answer in answers)
+
+    return connection.call("refreshing a lease", send, deadline=deadline, effect="read")
+
+
+def revoke(connection: Connection, lease: int, deadline: Deadline) -> None:
+    """End a lease, and with it the keys that it holds. Raises LogError."""
+    request = rpc.LeaseRevokeRequest(ID=lease)
+
+    def send(stubs: Stubs, seconds: float, metadata: Metadata) -> None:
+        stubs.lease.LeaseRevoke(request, seconds, metadata=metadata)
+
+    connection.call("ending a lease", send, deadline=deadline, effect="read")
