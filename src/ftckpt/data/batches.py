@@ -98,6 +98,12 @@ class BatchFeed(Iterator[Any]):
             self._record(held.ordinal, held.epoch, self._ids(held.batch))
         return held.batch
 
+    def close(self) -> None:
+        """Let go of held batches and of the loader's workers; a later batch starts them again."""
+        self._held.clear()
+        self._uncounted, self._at = None, None
+        self._reel.close()
+
     def _obtain(self, ordinal: int) -> Held:
         """One draw: held from before, or made now and journalled."""
         while self._held and self._held[0].ordinal <= self._base:

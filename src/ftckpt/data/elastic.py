@@ -39,11 +39,9 @@ class ElasticLoader:
 
     def __init__(self, dataset: Any, sampler: ElasticSampler, *, ranks: int = 1, own: int = 0, **options: Any) -> None:
         self.sampler = sampler
-        self._ranks, self._own = ranks, own
         options.setdefault("generator", torch.Generator().manual_seed(sampler.seed))  # leaves the global stream alone
-        self._batches = DataLoader(dataset, batch_sampler=_Guesses(self._guess), **options)
-        self._next = (0, 0, 1)  # position, rank and count of the next guess
-        self._asked: deque[tuple[int, ...]] = deque()  # parts that the workers were asked for, in order
+        self._ahead = _Ahead(sampler, ranks, own)
+        self._batches = DataLoader(dataset, batch_sampler=self._ahead, **options)
         self._fetching: Iterator[Any] | None = None
         self._last: tuple[tuple[tuple[int, ...], ...], list[Any]] = ((), [])
 
@@ -59,12 +57,12 @@ class ElasticLoader:
             DataError: see ``ElasticSampler.share``.
         """
         at = (position, rank or 0, max(1, count))
-        part = self.sampler.share(*at, self._ranks, self._own)
+        part = self._ahead.share(*at)
         if not part.parts:
             return None
         if self._last[0] != part.parts:
-            if not self._asked or self._asked[0] != part.parts[0]:
-                self._next = at  # every request from now on is right
+            if not self._ahead.asked or self._ahead.asked[0] != part.parts[0]:
+                self._ahead.next = at  # every request from now on is right
             self._last = (part.parts, [self._fetch(indices, at) for indices in part.parts])
         batches = self._last[1]
         if rank is None:
@@ -72,41 +70,47 @@ class ElasticLoader:
         return (list(batches) if self.sampler.micro_batch else batches[0]), part
 
     def close(self) -> None:
-        """Let the workers go."""
+        """Let the workers go; a later ``take`` starts others."""
         self._fetching, self._last = None, ((), [])
-        self._asked.clear()
 
     def _fetch(self, indices: tuple[int, ...], at: tuple[int, int, int]) -> Any:
         """The batch of these indices; what was asked for before it is thrown away."""
         while True:
             if self._fetching is None:
-                self._asked.clear()
+                self._ahead.asked.clear()
                 self._fetching = iter(self._batches)
             try:
                 batch = next(self._fetching)
             except StopIteration:  # the guesses had come to the end of the data
-                self._fetching, self._next = None, at
+                self._fetching, self._ahead.next = None, at
                 continue
-            if self._asked.popleft() == indices:
+            if self._ahead.asked.popleft() == indices:
                 return batch
 
-    def _guess(self) -> tuple[tuple[int, ...], ...]:
-        """The parts of the step that comes after the last one asked for, if nothing changes."""
-        position, rank, count = self._next
-        part = self.sampler.share(position, rank, count, self._ranks, self._own)
-        self._next = (self.sampler.after(position, count, self._ranks), rank, count)
-        self._asked.extend(part.parts)
-        return part.parts
 
+class _Ahead:
+    """The batch sampler that a DataLoader reads ahead from: what comes after the last step asked for, if nothing changes.
 
-class _Guesses:
-    """The batch sampler that the DataLoader reads ahead from."""
+    It knows nothing of the loader: a cycle through it would leave the workers to the garbage collector, which ends them late.
+    """
 
-    def __init__(self, guess: Callable[[], tuple[tuple[int, ...], ...]]) -> None:
-        self._guess = guess
+    def __init__(self, sampler: ElasticSampler, ranks: int, own: int) -> None:
+        self._sampler, self._ranks, self._own = sampler, ranks, own
+        self.next = (0, 0, 1)  # position, rank and count of the next guess
+        self.asked: deque[tuple[int, ...]] = deque()  # parts that were asked for, in order
+
+    def share(self, position: int, rank: int, count: int) -> Share:
+        """What this rank takes."""
+        return self._sampler.share(position, rank, count, self._ranks, self._own)
 
     def __iter__(self) -> Iterator[list[int]]:
-        while parts := self._guess():
+        while True:
+            position, rank, count = self.next
+            parts = self.share(position, rank, count).parts
+            if not parts:
+                return
+            self.next = (self._sampler.after(position, count, self._ranks), rank, count)
+            self.asked.extend(parts)
             yield from map(list, parts)
 
 

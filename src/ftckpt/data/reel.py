@@ -155,6 +155,10 @@ class Reel:
         """Go back to the first draw of the first epoch of a counted loader."""
         self._recount(0, 0)
 
+    def close(self) -> None:
+        """Let the loader's iterator, and with it its workers, go. It is restored before it is drawn from again."""
+        self._iterator = None
+
     # ------------------------------------------------------------------ inside
     def _next(self) -> Any:
         if self._iterator is not None:

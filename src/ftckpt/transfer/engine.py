@@ -41,6 +41,8 @@ class Engine:
             image = self._memory(doc)
             if blocks := doc.table.blocks:
                 self._spans = Spans(blocks, self._order.chunk // doc.table.block_bytes, self._order.connections)
+                for source in roster.sources:
+                    source.served = time.monotonic()
                 for i in range(min(self._order.connections, blocks)):
                     workers.append(roster.thread(f"fetch-{i}", lambda: self._work(doc, image)))
                 self._watch(doc)
@@ -111,7 +113,7 @@ class Engine:
                 got += 1
                 self._done += 1
                 source.bytes += min(table.block_bytes, table.image_bytes - block * table.block_bytes)
-                source.strikes = 0
+                source.strikes, source.served = 0, time.monotonic()
                 if self._done == table.blocks:
                     self._changed.notify_all()
                 return not self._roster.stopped and source.state == "used"
@@ -127,7 +129,8 @@ class Engine:
                 self._retries += 1
                 self._changed.notify_all()
             if flaw is not None:
-                source.strikes += 1
+                bearable = flaw.busy and time.monotonic() - source.served < self._order.patience.stall
+                source.strikes += not bearable
         if flaw is not None and (flaw.fatal or source.strikes >= STRIKES):
             self._roster.drop(source, flaw)
         elif flaw is not None:

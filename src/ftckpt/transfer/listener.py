@@ -13,6 +13,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.transfer.wire import Channel, Closed
 
 log = logging.getLogger("ftckpt.transfer.server")
+BACKLOG = 128  # connections that the kernel holds until they are accepted or turned away
 
 
 class Listener:
@@ -56,7 +57,7 @@ class Listener:
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.create_server((str(address[0]), int(address[1])), family=family, backlog=self._connections)
+            self._socket = socket.create_server((str(address[0]), int(address[1])), family=family, backlog=BACKLOG)
         except OSError as e:
             raise ConfigError(
                 f"cannot listen on {self.host!r} port {self.port}: {e}", todo="use an address of this host and a free port"

@@ -35,10 +35,11 @@ class Flaw(Exception):
         fatal: nothing more is to be taken from this peer.
         stranger: it (or we) did not prove knowledge of the secret.
         absent: it has not got what was asked for (yet, or any more).
+        busy: it is sound, but serves others now.
     """
 
-    def __init__(self, why: str, *, fatal: bool = False, stranger: bool = False, absent: bool = False) -> None:
-        self.why, self.fatal, self.stranger, self.absent = why, fatal or stranger, stranger, absent
+    def __init__(self, why: str, *, fatal: bool = False, stranger: bool = False, absent: bool = False, busy: bool = False) -> None:
+        self.why, self.fatal, self.stranger, self.absent, self.busy = why, fatal or stranger, stranger, absent, busy
         super().__init__(why)
 
 
@@ -213,7 +214,7 @@ class PeerConnection:
         self._pulse.beat()
         status = parse_status(head)
         if status == 503:
-            raise Flaw("it is busy (503)")
+            raise Flaw("it is busy (503)", busy=True)
         return head, mac, status
 
     def _recv(self, channel: Channel, view: memoryview) -> int:

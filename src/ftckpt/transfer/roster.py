@@ -37,6 +37,7 @@ class Source:
         self.bytes = 0
         self.load = 0
         self.strikes = 0
+        self.served = time.monotonic()  # when a block came last, or it was asked first
 
 
 class Roster:
@@ -110,7 +111,7 @@ class Roster:
             try:
                 body = connection.document(f"step/{self.order.step}?wait={wait:.3f}", wait=wait)
             except Flaw as flaw:
-                failures = 0 if flaw.absent else failures + 1
+                failures = 0 if flaw.absent or flaw.busy else failures + 1
                 if flaw.fatal or failures > STRIKES:
                     raise
                 time.sleep(PAUSE_S)

@@ -26,6 +26,7 @@ from ftckpt.transfer.wire import BadMessage, Channel, Request, parse_range, pars
 
 log = logging.getLogger("ftckpt.transfer.server")
 PROOF = "X-Ftckpt-Proof"
+LINGER_S = 0.25  # after refusing a malformed request
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +184,7 @@ class SnapshotServer:
             request = parse_request(head)
         except BadMessage as e:
             self._refuse(channel, None, "", e)
+            channel.linger(LINGER_S)
             return False
         span = request.headers.get("range", "")
         mac, why = check_request(self._key, request.headers.get("authorization", ""), request.method, request.target, span, self._clock())

@@ -139,6 +139,21 @@ class Channel:
             sent += self.sock.sendmsg([head[sent:], body])
         return sent - len(head)
 
+    def linger(self, seconds: float, most: int = 1 << 18) -> None:
+        """Say that no more comes and read what the other side still sends, within bounds: closing on unread bytes would
+        take our answer away from it."""
+        deadline = time.monotonic() + seconds
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+            while most > 0 and (left := deadline - time.monotonic()) > 0:
+                self.sock.settimeout(left)
+                piece = self.sock.recv(min(most, 65536))
+                if not piece:
+                    return
+                most -= len(piece)
+        except OSError:
+            return  # gone already: nobody to be polite to
+
     def abort(self) -> None:
         """Wake up whoever reads or writes here, from any thread; ``close`` is still the owner's."""
         try:

@@ -226,6 +226,19 @@ def test_leaving_the_loop_and_coming_back_loses_nothing() -> None:
     assert got == list(range(6))
 
 
+@pytest.mark.parametrize("name", [*LOADERS, *WORKERS])
+def test_closed_feed_goes_on_where_it_was(name: str) -> None:
+    replica, make = Replica(), (LOADERS | WORKERS)[name]
+    feed = replica.feed(make(), epochs=2)
+    got = []
+    for batch in feed:
+        got.append(ids(batch))
+        replica.commit()
+        if len(got) in (3, 9):
+            feed.close()
+    assert got == run(make, 2, set())
+
+
 def test_several_draws_per_step_come_again_together() -> None:
     replica = Replica()
     feed = replica.feed([[i] for i in range(6)], epochs=1, draws_per_step=2)
