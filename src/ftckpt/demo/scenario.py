@@ -105,7 +105,7 @@ class Scenario:
         if p.log is None:
             return torchrun(script, job=f"{JOB}-{replica}")
         endpoint = p.log.split("://", 1)[1].split("/")[0].split(",")[0]
-        return torchrun([*script, "--log", p.log], job=f"{JOB}-{replica}", backend="etcd", endpoint=endpoint)
+        return torchrun([*script, "--commit-log", p.log], job=f"{JOB}-{replica}", backend="etcd", endpoint=endpoint)
 
     def env(self, replica: int) -> dict[str, str]:
         """Environment of a replica group."""

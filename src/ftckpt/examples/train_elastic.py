@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", default="elastic")
     parser.add_argument("--root", required=True)
-    parser.add_argument("--log", default=None)
+    parser.add_argument("--commit-log", default=None)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     args = parser.parse_args()
@@ -38,7 +38,7 @@ def main() -> None:
     data = torch.utils.data.TensorDataset(points, points.pow(2).sum(1, keepdim=True))
     loader = StatefulDataLoader(data, batch_size=16, shuffle=True)
 
-    with Checkpointer.open(job=args.job, root=args.root, log=args.log, policy=Every(args.save_every) | AtEnd()) as ckpt:
+    with Checkpointer.open(job=args.job, root=args.root, log=args.commit_log, policy=Every(args.save_every) | AtEnd()) as ckpt:
         ckpt.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         report = ckpt.resume()
         print(f"rank {rank}: from {report.source}, step {report.step}", flush=True)

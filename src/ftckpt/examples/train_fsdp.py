@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", default="fsdp")
     parser.add_argument("--root", required=True)
-    parser.add_argument("--log", default=None)
+    parser.add_argument("--commit-log", default=None)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--replicas", type=int, default=2)
@@ -50,7 +50,7 @@ def main() -> None:
     loader = StatefulDataLoader(data, batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(share))
 
     with Checkpointer.open(
-        job=args.job, root=args.root, log=args.log, replica=f"replica{replica}", policy=Every(args.save_every) | AtEnd()
+        job=args.job, root=args.root, log=args.commit_log, replica=f"replica{replica}", policy=Every(args.save_every) | AtEnd()
     ) as ckpt:
         ckpt.torchft_manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=args.min_replicas, max_replicas=args.replicas

@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", default="gpt")
     parser.add_argument("--root", required=True, help="where generations are stored, e.g. file:///ckpt")
-    parser.add_argument("--log", default=None, help="commit log, e.g. etcd://h1,h2,h3 (default: SQLite under the root)")
+    parser.add_argument("--commit-log", default=None, help="commit log, e.g. etcd://h1,h2,h3 (default: SQLite under the root)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--replicas", type=int, default=3, help="replica groups that share the data")
@@ -118,7 +118,7 @@ def main() -> None:
     history = History(args.history, replica)
 
     with Checkpointer.open(
-        job=args.job, root=args.root, log=args.log, replica=f"replica{replica}", policy=Every(args.save_every) | AtEnd()
+        job=args.job, root=args.root, log=args.commit_log, replica=f"replica{replica}", policy=Every(args.save_every) | AtEnd()
     ) as ckpt:
         ckpt.torchft_manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=args.min_replicas, max_replicas=args.replicas

@@ -59,9 +59,9 @@ class Group:
             PeerError: the store does not answer within ``deadline`` seconds.
         """
         said = config.launch(environ)
-        if said.world_size <= 1:
-            return cls(deadline=deadline)
         if not said.master_addr or not said.master_port:
+            if said.world_size <= 1:
+                return cls(deadline=deadline)
             raise ConfigError(
                 f"WORLD_SIZE is {said.world_size} but MASTER_ADDR or MASTER_PORT is not set",
                 todo="start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
