@@ -6,27 +6,25 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from ftckpt.domain.keep import AnyKeep, Keep, KeepBest, KeepEvery, KeepLast, KeepSteps, KeepYounger, parse_keep
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.lineage import lineage
-from ftckpt.errors import ConfigError
 
+__all__ = [
+    "AnyKeep",
+    "Keep",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepSteps",
+    "KeepYounger",
+    "RetentionPlan",
+    "Verdict",
+    "parse_keep",
+    "plan",
+]
 
-class KeepLast(msgspec.Struct, frozen=True):
-    """Keep the newest ``count`` sound generations along the tail's trajectory; ``None`` keeps all.
-
-    Raises:
-        ConfigError: ``count`` is below 1 (0 would delete what was just committed).
-    """
-
-    count: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.count is not None and self.count < 1:
-            raise ConfigError(
-                f"keep={self.count} is not possible",
-                now="nothing was deleted",
-                todo="use keep >= 1, or keep=None to keep every generation",
-            )
+SPARE = 2  # sound generations that a policy without ``last`` leaves at least: the newest, and one besides it
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -38,9 +36,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class RetentionPlan(msgspec.Struct, frozen=True):
-    """One verdict per generation, in log order."""
+    """One verdict per generation, in log order.
+
+    Args:
+        relied: indices that must verify for the deletions to be right; of the newest, in log order.
+    """
 
     verdicts: tuple[Verdict, ...]
+    relied: tuple[int, ...] = ()
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -54,24 +57,30 @@ class RetentionPlan(msgspec.Struct, frozen=True):
 
 
 def plan(
-    policy: KeepLast,
+    policy: Keep,
     entries: Sequence[Entry],
     *,
     pins: Collection[int] = (),
     readers: Collection[int] = (),
     unsound: Mapping[int, str] | None = None,
+    now: float | None = None,
 ) -> RetentionPlan:
     """Decide for every generation of a log whether it stays.
 
     Only committed generations are looked at, so that what is in flight neither counts nor is rubbish. Order is the
-    log's. An abandoned branch neither counts nor evicts; its generations go once they are older than all that counts.
+    log's. An abandoned branch neither counts nor evicts; its generations go once they are older than all that the
+    policy's ``last`` counts. A policy without ``last`` leaves the two newest sound ones.
 
     Args:
-        policy: how many to keep.
+        policy: what to keep.
         entries: all entries of the log, in order, without withdrawn ones.
         pins: indices that the user pinned.
         readers: indices that someone is reading now.
-        unsound: indices known not to verify, with the reason; they do not count towards ``keep``.
+        unsound: indices known not to verify, with the reason; they do not count.
+        now: seconds since the epoch, for ``KeepYounger``.
+
+    Raises:
+        ConfigError: the policy needs ``now`` and it is not given.
     """
     unsound = unsound or {}
     if not entries:
@@ -79,30 +88,43 @@ def plan(
     tail = entries[-1]
     path = lineage(entries, tail)
     on_path = {e.index for e in path}
-    sound = [e.index for e in path if e.index not in unsound]
-    counted = set(sound if policy.count is None else sound[: policy.count])
-    floor = min(counted, default=-1)
-    enough = policy.count is not None and len(counted) >= policy.count
+    sound = [e for e in path if e.index not in unsound]
+    chosen = policy.chosen(sound, now)
+    least = _least(policy)
+    newest = [e.index for e in sound[:least]]
+    floor = min(newest, default=-1)
+    enough = least is not None and len(newest) >= least
     base = tail.base if tail.kind == "open" else -1
 
     def judge(e: Entry) -> tuple[bool, str]:
-        fixed = _fixed(e.index, tail.index, base, pins, readers)
-        if fixed:
-            return True, fixed
-        if e.index in counted:
-            return True, "everything is kept" if policy.count is None else f"one of the newest {policy.count}"
+        held = _held(e.index, tail.index, base, pins, readers)
+        if held:
+            return True, held
+        if e.index in chosen:
+            return True, chosen[e.index]
+        if e.index in newest:
+            return True, f"one of the newest {least} sound ones"
         if not enough:
             return True, "there are not more sound generations than are to be kept"
         if e.index > floor:
             return True, "newer than the oldest that counts"
         if e.index in unsound:
             return False, f"does not verify: {unsound[e.index]}"
-        return False, f"older than the newest {policy.count}" if e.index in on_path else "on an abandoned branch"
+        return False, f"not kept by {policy}" if e.index in on_path else "on an abandoned branch"
 
-    return RetentionPlan(tuple(Verdict(e, *judge(e)) for e in entries if e.kind == "generation"))
+    relied = {i for rule in policy.parts if isinstance(rule, KeepBest) for i in rule.chosen(sound, now)} | set(newest)
+    return RetentionPlan(tuple(Verdict(e, *judge(e)) for e in entries if e.kind == "generation"), tuple(sorted(relied)))
 
 
-def _fixed(index: int, tail: int, base: int, pins: Collection[int], readers: Collection[int]) -> str:
+def _least(policy: Keep) -> int | None:
+    """How many of the newest sound ones stay in any case; None: all."""
+    counts = [rule.count for rule in policy.parts if isinstance(rule, KeepLast)]
+    if None in counts:
+        return None
+    return max((c for c in counts if c is not None), default=SPARE)
+
+
+def _held(index: int, tail: int, base: int, pins: Collection[int], readers: Collection[int]) -> str:
     """Why a generation stays whatever the policy says; empty if nothing holds it."""
     if index == tail:
         return "newest entry of the log"
