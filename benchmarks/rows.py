@@ -103,9 +103,9 @@ BENCHES = {
         ("ours.cursor", "ours.cursor_while_persisting", "torchft_steps.plain", "torchft_steps.ours"),
         (
             Row("step.cursor", "cursor per step, beyond the loader's own state_dict()", "ours.cursor.cursor", 0.001, "1 ms", 1.0),
+            Row("step.cursor.persisting", "the same while a save is persisted", "ours.cursor_while_persisting.cursor", 0.001, "1 ms", 1.0),
             Row("step.trajectory", "a step of two torchft replicas, histories compared", "torchft_steps.ours.step", ("torchft_steps.plain.step",),
                 "torchft's own Manager", None),
-            Row("step.cursor.persisting", "the same while a save is persisted", "ours.cursor_while_persisting.cursor", 0.001, "1 ms", 1.0),
         ),
     ),
     "commit": Bench(

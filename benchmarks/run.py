@@ -76,7 +76,8 @@ def figures(row: Row, seconds: Seconds) -> dict[str, object]:
 
 def show(console: Console, title: str, lines: list[dict[str, object]]) -> None:
     """One table: a line per row, and one below it per peer."""
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    console.print(f"[bold]{title}[/]")
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("what", "seconds", "beside", "seconds", "ratio", "target"):
         table.add_column(name, justify="right" if name in {"seconds", "ratio", "target"} else "left")
     for line in lines:
