@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,46 +15,18 @@ from ftckpt.errors import ConfigError
 from ftckpt.format.leaves import encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.plan import Spec, plan_image
-from ftckpt.format.table import TensorTable
 from ftckpt.trainer.collect import Source, Static, Watch, collect_dynamic, collect_static, signature
+from ftckpt.trainer.copying import Copies
 from ftckpt.trainer.group import Group
-from ftckpt.trainer.layout import Box, Held, Ownership, as_integers, box_view, dtype_name, exchange, held, integers_for
-from ftckpt.trainer.naming import local_of, memory_key
+from ftckpt.trainer.image_plan import Batch, Plan, box_source, image_views, place
+from ftckpt.trainer.layout import Box, Held, Ownership, dtype_name, exchange, held
+from ftckpt.trainer.naming import memory_key
 from ftckpt.trainer.states import StateRegistry
+
+__all__ = ["Capturer", "Fence", "Frozen", "Plan"]
 
 _Copies = list[list[torch.Tensor]]
 _TARGETS = 4  # views of that many targets are kept
-
-
-class _Piece(NamedTuple):
-    """One box that this rank writes: where from, and where to in the image."""
-
-    source: Source
-    box: Box
-    begin: int
-    end: int
-
-
-class _Batch(NamedTuple):
-    """Pieces that are copied together: of one device; frozen ones take their sources from ``Frozen``."""
-
-    device: torch.device
-    pieces: list[_Piece]
-    sources: list[torch.Tensor]
-
-
-class Plan:
-    """What this rank's image holds and where it is copied from. Immutable.
-
-    Attributes:
-        layout_id: changes whenever ``table`` or ``states`` do; counts from 1.
-        table: this rank's image (digests empty).
-        states: how each shared state is stored.
-    """
-
-    def __init__(self, layout_id: int, table: TensorTable, states: dict[str, StateInfo], pieces: Sequence[_Piece]) -> None:
-        self.layout_id, self.table, self.states = layout_id, table, states
-        self.live, self.frozen = _batches(pieces, frozen=False), _batches(pieces, frozen=True)
 
 
 class Frozen:
@@ -120,7 +92,7 @@ class Capturer:
         self._plan: Plan | None = None
         self._exchanged = 0
         self._pool: list[_Copies] = []
-        self._views: dict[tuple[int, int], _Copies] = {}
+        self._goals: dict[int, _Goal] = {}  # by address
         self._lock = threading.Lock()
         self._streams: dict[torch.device, Any] = {}
 
@@ -168,9 +140,13 @@ class Capturer:
                     todo="call both at the same step boundary, and let state functions give the same tensors each time",
                 )
             now = {source.name: source.tensor for source in dynamic.sources}
-            copies = self._pool.pop() if self._pool else [[torch.empty_like(s) for s in batch.sources] for batch in plan.frozen]
+            copies = self._pool.pop() if self._pool else [[torch.empty_like(s, memory_format=torch.contiguous_format) for s in batch.sources] for batch in plan.frozen]
             for batch, targets in zip(plan.frozen, copies, strict=True):
-                torch._foreach_copy_(targets, [_view(now.get(p.source.name, p.source.tensor), p.box) for p in batch.pieces])
+                sources = [box_source(now.get(p.source.name, p.source.tensor), p.box) for p in batch.pieces]
+                if batch.device.type == "cpu":
+                    Copies(targets, sources).run()
+                else:
+                    torch._foreach_copy_(targets, sources)
             return Frozen(plan.layout_id, encode_leaves(dynamic.leaves), copies, self._pool)
 
     def fill(self, plan: Plan, frozen: Frozen, target: memoryview) -> None:
@@ -191,16 +167,18 @@ class Capturer:
         if frozen.layout_id != plan.layout_id:
             raise ConfigError("these frozen values belong to another plan", todo="call prepare and freeze again")
         with torch.no_grad(), self._lock:
-            batches = [*plan.live, *plan.frozen]
-            sources = [*(batch.sources for batch in plan.live), *frozen.copies]
-            views = self._targets(plan, batches, target)
-            events = [self._copy(batch.device, t, s) for batch, t, s in zip(batches, views, sources, strict=True)]
+            goal = self._goal(plan, target)
+            if goal is None:
+                return Fence()
+            events = [self._copy(batch, views, batch.sources, goal) for batch, views in zip(plan.live, goal.live, strict=True)]
+            for batch, views, copies in zip(plan.frozen, goal.frozen, frozen.copies, strict=True):
+                events.append(self._copy(batch, views, copies, None))
             return Fence([event for event in events if event is not None])
 
     def release(self) -> None:
         """Drop cached views, so that the targets' memory can be unmapped."""
         with self._lock:
-            self._views.clear()
+            self._goals.clear()
 
     # ------------------------------------------------------------ planning
     def _mine(self, claim: str) -> bool:
@@ -229,7 +207,7 @@ class Capturer:
         table = plan_image(specs, aliases)
         old = self._plan
         same = old is not None and old.table == table and old.states == infos
-        return Plan((0 if old is None else old.layout_id) + (not same), table, infos, _pieces(table, kept))
+        return Plan((0 if old is None else old.layout_id) + (not same), table, infos, place(table, kept))
 
     def _writes(self, source: Source, part: Held) -> bool:
         return part.writes if isinstance(source.tensor, DTensor) else self._mine(source.claim)
@@ -238,25 +216,33 @@ class Capturer:
         return self._ownership is not None and self._ownership.apart(name)
 
     # ------------------------------------------------------------ copying
-    def _targets(self, plan: Plan, batches: Sequence[_Batch], target: memoryview) -> _Copies:
-        """Views of the image, one per piece; kept for the next fill of the same memory."""
+    def _goal(self, plan: Plan, target: memoryview) -> _Goal | None:
+        """Views of the target, one per piece; kept for the next fill of the same memory."""
         size = plan.table.image_bytes
         if target.nbytes < size:
             raise ConfigError(f"the target has {target.nbytes} bytes; the image needs {size}")
-        if not batches:
-            return []
+        if size == 0:
+            return None
         base = torch.frombuffer(target, dtype=torch.uint8, count=size)
-        key = (base.data_ptr(), plan.layout_id)
-        if key not in self._views:
-            for old in [k for k in self._views if k[0] == key[0]] or list(self._views)[: max(0, len(self._views) - _TARGETS + 1)]:
-                del self._views[old]
-            self._views[key] = [_image_views(base, batch.pieces) for batch in batches]
-        return self._views[key]
+        goal = self._goals.get(base.data_ptr())
+        if goal is None or goal.layout_id != plan.layout_id:
+            goal = _Goal(plan.layout_id, [image_views(base, b.pieces) for b in plan.live], [image_views(base, b.pieces) for b in plan.frozen])
+            for old in list(self._goals)[: max(0, len(self._goals) - _TARGETS + 1)]:
+                del self._goals[old]
+            self._goals[base.data_ptr()] = goal
+        if goal.plan is not plan:
+            goal.plan, goal.prepared = plan, {}
+        return goal
 
-    def _copy(self, device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
-        """Copy a batch; the event that ends it, if it goes on by itself."""
+    def _copy(self, batch: Batch, targets: list[torch.Tensor], sources: list[torch.Tensor], goal: _Goal | None) -> Any:
+        """Copy a batch; the event that ends it, if it goes on by itself. With a ``goal`` the copies are kept prepared there."""
+        device = batch.device
         if device.type == "cpu":
-            torch._foreach_copy_(targets, sources)
+            copies = goal.prepared.get(device) if goal is not None else None
+            copies = copies or Copies(targets, sources)
+            if goal is not None:
+                goal.prepared[device] = copies
+            copies.run()
             return None
         module = torch.get_device_module(device)
         stream = self._streams.get(device) or self._streams.setdefault(device, module.Stream(device))
@@ -266,6 +252,15 @@ class Capturer:
             event = module.Event()
             event.record(stream)
         return event
+
+
+class _Goal:
+    """One target's memory, seen as the pieces of a layout."""
+
+    def __init__(self, layout_id: int, live: _Copies, frozen: _Copies) -> None:
+        self.layout_id, self.live, self.frozen = layout_id, live, frozen
+        self.plan: Plan | None = None
+        self.prepared: dict[torch.device, Copies] = {}
 
 
 @contextlib.contextmanager
@@ -278,35 +273,6 @@ def _without_gc() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-def _batches(pieces: Sequence[_Piece], *, frozen: bool) -> list[_Batch]:
-    batches: dict[torch.device, _Batch] = {}
-    for piece in pieces:
-        if piece.source.frozen == frozen:
-            view = _view(piece.source.tensor, piece.box)
-            batch = batches.setdefault(view.device, _Batch(view.device, [], []))
-            batch.pieces.append(piece)
-            batch.sources.append(view)
-    return list(batches.values())
-
-
-def _pieces(table: TensorTable, kept: Sequence[tuple[Source, Box]]) -> list[_Piece]:
-    ranges = {(entry.name, chunk.offsets): (chunk.begin, chunk.end) for entry in table.tensors for chunk in entry.chunks}
-    pieces = [_Piece(source, box, *ranges[source.name, box.offsets]) for source, box in kept]
-    return sorted((p for p in pieces if p.end > p.begin), key=lambda p: p.begin)
-
-
-def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """What to copy for a box: integers of the same size, in row-major order of what the tensor shows."""
-    local = local_of(tensor)
-    if local.is_conj() or local.is_neg():
-        local = local.resolve_conj().resolve_neg()
-    return as_integers(box_view(local, box))
-
-
-def _image_views(base: torch.Tensor, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
-    return [base[p.begin : p.end].view(integers_for(p.source.tensor)).view(p.box.sizes) for p in pieces]
 
 
 def _changed(now: list[tuple[object, ...]], before: list[tuple[object, ...]]) -> str:

@@ -95,7 +95,7 @@ def collect_static(states: tuple[State, ...]) -> Static:
     for group in shared.values():  # tensors that share memory go to one writer
         for name in group:
             found.claims[name] = Claim(found.claims[name].kind, tuple(group), found.claims[group[0]].first)
-    names = parameter_names(states)
+    names = parameter_names(states) if any(state.kind == "optimizer" for state in states) else {}
     for state in states:
         if state.kind == "optimizer":
             _add_optimizer(found, state, names)

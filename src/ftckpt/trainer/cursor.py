@@ -135,7 +135,7 @@ def _encode(value: object, where: str) -> object:
         if isinstance(found, DTensor) or type(found) not in (torch.Tensor, nn.Parameter):
             raise Unstorable(f"{key} is a {type(found).__qualname__}; a cursor holds plain tensors", now="nothing was written")
         plain = found.detach().cpu().resolve_conj().resolve_neg()
-        data = as_integers(plain).contiguous().view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        data = as_integers(plain).numpy().tobytes()
         return {"$tensor": [dtype_name(plain.dtype), list(plain.shape), base64.b64encode(data).decode()]}
 
     return encode_tree(value, hook=hook, where=where)

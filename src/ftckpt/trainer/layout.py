@@ -19,7 +19,7 @@ from ftckpt.trainer.group import Group
 from ftckpt.trainer.naming import local_of
 
 _NO_DISPATCH = (torch.Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Box(NamedTuple):
@@ -149,7 +149,7 @@ def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
 
 def integers_for(tensor: torch.Tensor) -> torch.dtype:
     """An integer dtype of the same size, which copies bit for bit (complex128 for 16 bytes, which does too)."""
-    return _INTEGERS[tensor.element_size()]
+    return INTEGERS[tensor.element_size()]
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ from ftckpt.errors import Damaged, Mismatch
 from ftckpt.format.leaves import decode_tree
 from ftckpt.trainer.layout import as_integers, dtype_name, is_lazy
 from ftckpt.trainer.naming import decode_torch, local_of, memory_key
-from ftckpt.trainer.reading import Index, Sink, Stored, lacking, read_whole, same_content
+from ftckpt.trainer.reading import Sink, lacking, read_whole, same_content
 from ftckpt.trainer.report import StateReport, Strictness
+from ftckpt.trainer.stored import Index, Stored
 
 
 class Part:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from ftckpt.format.leaves import path_name
 from ftckpt.trainer.loading_plan import Part
 from ftckpt.trainer.naming import Parameter, key_of, optimizer_groups, optimizer_parameters
-from ftckpt.trainer.reading import Stored
 from ftckpt.trainer.states import State
+from ftckpt.trainer.stored import Stored
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})  # how to compute, not what: kept as they are live
 

@@ -12,23 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ftckpt.errors import Damaged
 from ftckpt.format.image import Image
 from ftckpt.format.table import Chunk
-from ftckpt.trainer.layout import as_integers, box_view, dtype_name, held, integers_for
+from ftckpt.trainer.copying import copy_one
+from ftckpt.trainer.layout import as_integers, box_view, held, integers_for
 from ftckpt.trainer.naming import local_of
+from ftckpt.trainer.stored import Index, Stored
 
-_SMALL = 256 << 10  # boxes up to this many bytes are copied in runs
+_SMALL = 32 << 10  # boxes up to this many bytes are copied in runs
 _RUN = 1 << 20  # bytes of a run, and of rows taken together when only a part of each is needed
-
-
-class Stored(NamedTuple):
-    """One stored tensor: its boxes, each with the number of the image that has it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[tuple[int, Chunk], ...]
 
 
 class Sink(NamedTuple):
@@ -52,61 +44,6 @@ class _Task(NamedTuple):
     @property
     def whole(self) -> bool:
         return self.high == self.chunk.sizes and not any(self.low)
-
-
-class Index:
-    """What a set of images holds, by name.
-
-    Args:
-        images: the shards of one generation or snapshot, in any order.
-
-    Raises:
-        Damaged: two shards disagree on a tensor's dtype or shape.
-    """
-
-    def __init__(self, images: Sequence[Image]) -> None:
-        self.images = tuple(images)
-        self._tensors: dict[str, Stored] = {}
-        self._aliases: dict[str, str] = {}
-        for number, image in enumerate(images):
-            self._aliases.update(image.table.aliases)
-            for entry in image.table.tensors:
-                chunks = tuple((number, chunk) for chunk in entry.chunks)
-                known = self._tensors.get(entry.name)
-                if known is None:
-                    self._tensors[entry.name] = Stored(entry.name, torch_dtype(entry.dtype, entry.name), entry.shape, chunks)
-                    continue
-                if (dtype_name(known.dtype), known.shape) != (entry.dtype, entry.shape):
-                    raise Damaged(
-                        f"{image.where}: {entry.name} is {entry.dtype} {entry.shape}; another shard has {known.dtype} {known.shape}",
-                        todo="take another generation",
-                    )
-                have = {(chunk.offsets, chunk.sizes) for _, chunk in known.chunks}
-                more = tuple(c for c in chunks if (c[1].offsets, c[1].sizes) not in have)
-                self._tensors[entry.name] = known._replace(chunks=known.chunks + more)
-
-    def get(self, name: str) -> Stored | None:
-        """A stored tensor by its name or an alias."""
-        return self._tensors.get(self._aliases.get(name, name))
-
-    def below(self, prefix: str) -> Iterator[str]:
-        """Names and aliases that begin with ``prefix``, without it."""
-        for names in (self._tensors, self._aliases):
-            for name in names:
-                if name.startswith(prefix):
-                    yield name[len(prefix) :]
-
-
-def torch_dtype(name: str, where: str) -> torch.dtype:
-    """The dtype of a name in a table.
-
-    Raises:
-        Damaged: this torch has none of that name.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise Damaged(f"{where} has dtype {name}, which this torch ({torch.__version__}) does not have", todo="use a newer torch")
-    return dtype
 
 
 def lacking(sink: Sink) -> int:
@@ -248,7 +185,7 @@ def _feed(
         source = _typed(borrow(data), dtype).view(last - first, *sizes[1:])
         for dim, (lo, h) in enumerate(zip(low[1:], high[1:], strict=True), start=1):
             source = source.narrow(dim, lo, h - lo)
-        target[first - low[0] : last - low[0]].copy_(source)
+        copy_one(target[first - low[0] : last - low[0]], source)
     return (high[0] - low[0]) * row
 
 
@@ -268,7 +205,7 @@ def _stream(image: Image, begin: int, target: torch.Tensor, dtype: torch.dtype) 
 def _scatter(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
     """Write ``source`` as elements ``start`` and following of ``target``, counted row-major, whatever its strides."""
     if target.is_contiguous():
-        target.view(-1)[start : start + source.numel()].copy_(source)
+        copy_one(target.view(-1)[start : start + source.numel()], source)
         return
     row = target[0].numel()
     first, offset = divmod(start, row)
@@ -278,7 +215,7 @@ def _scatter(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
         source, first = source[head:], first + 1
     full = source.numel() // row
     if full:
-        target[first : first + full].copy_(source[: full * row].view(full, *target.shape[1:]))
+        copy_one(target[first : first + full], source[: full * row].view(full, *target.shape[1:]))
     if source.numel() > full * row:
         _scatter(target[first + full], 0, source[full * row :])
 

@@ -15,9 +15,10 @@ from ftckpt.trainer.loading_plan import Part, raise_all
 from ftckpt.trainer.modules import plan_module
 from ftckpt.trainer.naming import TreeEncoder, parameter_names
 from ftckpt.trainer.optimizers import OptimizerPart
-from ftckpt.trainer.reading import Index, Stored, read_all
+from ftckpt.trainer.reading import read_all
 from ftckpt.trainer.report import OnMeta, OnMismatch, RestoreReport, StateReport, Strictness
 from ftckpt.trainer.states import State, StateRegistry
+from ftckpt.trainer.stored import Index, Stored
 
 __all__ = ["OnMeta", "OnMismatch", "RestoreReport", "StateReport", "Strictness", "restore"]
 

@@ -76,7 +76,7 @@ def test_generators_of_ones_own_come_back():
 
 @pytest.mark.covers("D5")
 def test_per_replica_states_are_in_the_cursor_and_not_in_the_image():
-    mine = {"n": 1, "t": torch.arange(4).to(torch.bfloat16), "z": torch.empty(0, 2)}
+    mine = {"n": 1, "t": torch.arange(4).to(torch.bfloat16), "z": torch.empty(0, 2), "s": torch.arange(2, dtype=torch.int16)[::2], "v": torch.eye(2).t()}
     states = StateRegistry()
     states.add("mine", mine, scope="replica")
     states.add("model", nn.Linear(1, 1))

@@ -134,7 +134,7 @@ def test_meta_tensors_are_refused_left_or_given_memory_by_explicit_choice():
         ghost = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         ghost.tied = ghost[0].weight
     saved_tied = save({"model": (full := copy.deepcopy(one), setattr(full, "tied", full[0].weight))[0]})
-    with pytest.raises(Mismatch, match="0.weight is on the meta device"):
+    with pytest.raises(Mismatch, match=r"0\.weight is on the meta device"):
         saved_tied.load(registry(model=ghost))
     report = saved_tied.load(registry(model=ghost), meta="skip")
     assert ghost[0].weight.is_meta
@@ -276,7 +276,7 @@ def test_parts_are_merged_and_collisions_refused():
     whole = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     saved.load(registry(model=whole, optimizer=torch.optim.AdamW(whole.parameters())))
     assert same(whole["b"].weight, stages[1]["b"].weight)
-    with pytest.raises(ConfigError, match="two tensors under the name 'a.weight'"):
+    with pytest.raises(ConfigError, match=r"two tensors under the name 'a\.weight'"):
         save({"model": [stages[0], nn.ModuleDict({"a": nn.Linear(2, 2)})]})
     with pytest.raises(ConfigError, match="in two groups or optimizers"):
         save({"model": stages, "optimizer": [opts[0], torch.optim.AdamW(stages[0].parameters())]})

@@ -1,0 +1,89 @@
+"""Copying between tensors' memory bit for bit and fast; knows bytes and devices, never names or images.
+
+On the CPU large tensors are copied by plain memory copies of a few threads of our own: the threads inside torch's operators wait for
+each other at every tensor, which costs many times the copy itself when anything else wants the cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftckpt.trainer.layout import INTEGERS
+
+_SMALL_BYTES = 32 << 10  # below this torch copies in the calling thread
+_SLICE_BYTES = 16 << 20
+_PLAIN = frozenset(INTEGERS.values())
+
+
+class Copies:
+    """A list of copies on the CPU, prepared once and run often.
+
+    Args:
+        targets: where to. sources: where from; same shapes and integer dtypes (see ``layout.integers_for``).
+    """
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._large: list[tuple[Any, Any]] = []
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+        for target, source in zip(targets, sources, strict=True):
+            if source.nbytes < _SMALL_BYTES or not plain(target, source):
+                self._targets.append(target)
+                self._sources.append(source)
+            else:
+                self._large.extend(_slices(target.numpy(), source.numpy()))
+        self._threads = min(4, _cores() // 4) if sum(t.nbytes for t, _ in self._large) > 4 * _SLICE_BYTES else 0
+
+    def run(self) -> None:
+        """Copy all, and return when it is done."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+        queue = iter(self._large)
+        if self._threads < 1:
+            _work(queue)
+            return
+        with ThreadPoolExecutor(self._threads, "ftckpt-copy") as pool:
+            running = [pool.submit(_work, queue) for _ in range(self._threads)]
+            _work(queue)
+            for future in running:
+                future.result()
+
+
+def plain(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether NumPy copies these as well as torch does, or better (torch is better at transposing matrices)."""
+    if target.device.type != "cpu" or source.device.type != "cpu" or target.dtype != source.dtype or source.dtype not in _PLAIN:
+        return False
+    return source.ndim > 2 or (source.is_contiguous() and target.is_contiguous())
+
+
+def copy_one(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy one tensor, converting its values if the dtypes differ."""
+    if plain(target, source):
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
+
+
+def _work(queue: Iterator[tuple[Any, Any]]) -> None:
+    for target, source in queue:  # taking the next of a list iterator is atomic
+        np.copyto(target, source)
+
+
+def _slices(target: Any, source: Any) -> Iterator[tuple[Any, Any]]:
+    if not (target.flags.c_contiguous and source.flags.c_contiguous) or source.nbytes <= _SLICE_BYTES:
+        yield target, source
+        return
+    target, source = target.reshape(-1), source.reshape(-1)
+    step = _SLICE_BYTES // source.itemsize
+    for start in range(0, len(source), step):
+        yield target[start : start + step], source[start : start + step]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

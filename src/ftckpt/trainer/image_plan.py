@@ -1,0 +1,76 @@
+"""Which piece of which tensor goes where in this rank's image; values only, nothing is copied here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ftckpt.format.manifest import StateInfo
+from ftckpt.format.table import TensorTable
+from ftckpt.trainer.collect import Source
+from ftckpt.trainer.layout import Box, as_integers, box_view, integers_for
+from ftckpt.trainer.naming import local_of
+
+
+class Piece(NamedTuple):
+    """One box that this rank writes: where from, and where to in the image."""
+
+    source: Source
+    box: Box
+    begin: int
+    end: int
+
+
+class Batch(NamedTuple):
+    """Pieces that are copied together: of one device; frozen ones take their sources from ``Frozen``."""
+
+    device: torch.device
+    pieces: list[Piece]
+    sources: list[torch.Tensor]
+
+
+class Plan:
+    """What this rank's image holds and where it is copied from. Immutable.
+
+    Attributes:
+        layout_id: changes whenever ``table`` or ``states`` do; counts from 1.
+        table: this rank's image (digests empty).
+        states: how each shared state is stored.
+    """
+
+    def __init__(self, layout_id: int, table: TensorTable, states: dict[str, StateInfo], pieces: Sequence[Piece]) -> None:
+        self.layout_id, self.table, self.states = layout_id, table, states
+        self.live, self.frozen = _batches(pieces, frozen=False), _batches(pieces, frozen=True)
+
+
+def _batches(pieces: Sequence[Piece], *, frozen: bool) -> list[Batch]:
+    batches: dict[torch.device, Batch] = {}
+    for piece in pieces:
+        if piece.source.frozen == frozen:
+            view = box_source(piece.source.tensor, piece.box)
+            batch = batches.setdefault(view.device, Batch(view.device, [], []))
+            batch.pieces.append(piece)
+            batch.sources.append(view)
+    return list(batches.values())
+
+
+def place(table: TensorTable, kept: Sequence[tuple[Source, Box]]) -> list[Piece]:
+    """Where the table puts each box, in image order; boxes without elements need no copy."""
+    ranges = {(entry.name, chunk.offsets): (chunk.begin, chunk.end) for entry in table.tensors for chunk in entry.chunks}
+    pieces = [Piece(source, box, *ranges[source.name, box.offsets]) for source, box in kept]
+    return sorted((p for p in pieces if p.end > p.begin), key=lambda p: p.begin)
+
+
+def box_source(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """What to copy for a box: integers of the same size, in row-major order of what the tensor shows."""
+    local = local_of(tensor)
+    if local.is_conj() or local.is_neg():
+        local = local.resolve_conj().resolve_neg()
+    return as_integers(box_view(local, box))
+
+
+def image_views(base: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """The pieces' places in an image's bytes, as tensors of integers."""
+    return [base[p.begin : p.end].view(integers_for(p.source.tensor)).view(p.box.sizes) for p in pieces]
