@@ -13,6 +13,7 @@ _LAZY = {
     "SaveHandle": "ftckpt.trainer.handle",
     "Outcome": "ftckpt.trainer.replicas.base",
     "digest_of": "ftckpt.trainer.digests",
+    "load_model": "ftckpt.trainer.inference",
     "Every": "ftckpt.domain.policy",
     "AtSteps": "ftckpt.domain.policy",
     "AtEnd": "ftckpt.domain.policy",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ftckpt.trainer.checkpointer import Checkpointer as Checkpointer
     from ftckpt.trainer.digests import digest_of as digest_of
     from ftckpt.trainer.handle import SaveHandle as SaveHandle
+    from ftckpt.trainer.inference import load_model as load_model
     from ftckpt.trainer.replicas.base import Outcome as Outcome
     from ftckpt.trainer.resuming import ResumeReport as ResumeReport
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
@@ -15,10 +15,20 @@ from ftckpt.errors import Damaged, NotFound
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import MANIFEST, Cursor, FileInfo, Manifest, ShardInfo, decode, sha256
 from ftckpt.format.shard import read_header
-from ftckpt.ports import BlobReader, BlobStore
+from ftckpt.ports import BlobReader
 
 
-def read_manifest(store: BlobStore, job: str, location: str, entry: Entry | None = None) -> tuple[Manifest, bytes]:
+class Files(Protocol):
+    """What reading needs of a store."""
+
+    def get(self, path: str) -> bytes:
+        """A small file whole. Raises NotFound."""
+
+    def reader(self, path: str) -> BlobReader:
+        """A file, open. Raises NotFound."""
+
+
+def read_manifest(store: Files, job: str, location: str, entry: Entry | None = None) -> tuple[Manifest, bytes]:
     """Read and check a generation's manifest.
 
     Args:
@@ -45,7 +55,7 @@ def read_manifest(store: BlobStore, job: str, location: str, entry: Entry | None
     return manifest, data
 
 
-def read_small(store: BlobStore, job: str, location: str, info: FileInfo) -> bytes:
+def read_small(store: Files, job: str, location: str, info: FileInfo) -> bytes:
     """Read a small file of a generation and check its size and sha256.
 
     Raises:
@@ -63,7 +73,7 @@ def read_small(store: BlobStore, job: str, location: str, info: FileInfo) -> byt
     return data
 
 
-def open_shard(store: BlobStore, job: str, location: str, info: ShardInfo) -> tuple[BlobReader, Image]:
+def open_shard(store: Files, job: str, location: str, info: ShardInfo) -> tuple[BlobReader, Image]:
     """Open a shard and check its size and header; its blocks are checked as they are used.
 
     Returns:
@@ -94,7 +104,7 @@ class OpenGeneration:
         images: one per shard, in order of rank; every block is verified before it is handed out.
     """
 
-    def __init__(self, store: BlobStore, job: str, location: str, manifest: Manifest, leaves: bytes, entry: Entry | None = None) -> None:
+    def __init__(self, store: Files, job: str, location: str, manifest: Manifest, leaves: bytes, entry: Entry | None = None) -> None:
         self.store, self.job, self.location, self.entry = store, job, location, entry
         self.manifest, self.leaves = manifest, leaves
         self.images: list[Image] = []
@@ -137,7 +147,7 @@ class OpenGeneration:
         return {key: cursor for key, cursor in found.items() if cursor is not None}
 
 
-def open_generation(store: BlobStore, job: str, location: str, entry: Entry | None = None) -> OpenGeneration:
+def open_generation(store: Files, job: str, location: str, entry: Entry | None = None) -> OpenGeneration:
     """Open a generation: manifest against the record, leaves.json, and the size and header of every shard are checked.
 
     Args:

@@ -1,0 +1,176 @@
+"""Opens one generation for a reader that only has a job's name or a path: inference, export, warm starts.
+
+Needs no agent; the log is asked where there is one. Writes nothing but the mark that it is being read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ftckpt import config, wiring
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.lineage import Found
+from ftckpt.errors import ConfigError, LogError, NotFound
+from ftckpt.flows.inspect import find
+from ftckpt.flows.read import OpenGeneration, open_generation
+from ftckpt.flows.scan import scan
+from ftckpt.format.manifest import MANIFEST, Manifest, decode
+from ftckpt.ports import BlobReader, BlobStore, CommitLog
+
+NO_LOG = "none"
+_MARK_S = 3600.0  # how long a reader's mark lasts if it dies without taking it away
+
+
+def is_path(source: str | os.PathLike[str]) -> bool:
+    """Whether something names a place rather than a job: a path object, or text with a slash or backslash in it."""
+    return not isinstance(source, str) or "/" in source or os.sep in source
+
+
+@contextmanager
+def located(
+    source: str | os.PathLike[str],
+    *,
+    root: str | os.PathLike[str] | None = None,
+    log: str | None = None,
+    step: int | None = None,
+    generation: int | str | None = None,
+    settings_file: str | None = None,
+) -> Iterator[OpenGeneration]:
+    """One generation, open and checked (its blocks as they are used).
+
+    Args:
+        source: a job's name; or the path (or ``file://`` URL) of a generation's directory, wherever it lies, or of a job's.
+        root: where the job is; left out: from environment or file.
+        log: the commit log's URL; "none" takes the newest complete directory without asking any; left out: from environment
+            or file, else the log inside the root, else none.
+        step: the generation of this step; the newest when left out.
+        generation: exactly this one, by index in the log or directory name.
+
+    Raises:
+        NotFound: there is none of that kind; says which there are.
+        Damaged: a part of it does not match. LogError: the log that was named does not answer.
+    """
+    if step is not None and generation is not None:
+        raise ConfigError("step and generation exclude one another", todo="give one of them")
+    with ExitStack() as stack:
+        if is_path(source):
+            path = _path(source)
+            if (path / MANIFEST).is_file():
+                if step is not None or generation is not None:
+                    raise ConfigError(f"{path} is one generation already", todo="leave out step and generation")
+                yield stack.enter_context(_one_directory(path, stack))
+                return
+            if not (path / "generations").is_dir():
+                raise NotFound(
+                    f"{path} is neither a generation (it has no {MANIFEST}) nor a job (it has no generations)", todo="check the path"
+                )
+            job, root = path.name, path.parent
+        else:
+            job = str(source)
+        given = config.load({"job": job, "root": root, "log": None if log == NO_LOG else log}, file=settings_file).validate(("job", "root"))
+        store = wiring.open_store(given.root)
+        stack.callback(store.close)
+        found = None if log == NO_LOG else _log(given, stack)
+        if found is None:
+            location, entry = _without_log(store, job, step, generation), None
+        else:
+            entry = find(found, job, None if generation is None else str(generation), step=step)
+            location = entry.location
+            stack.enter_context(being_read(found, entry))
+        yield stack.enter_context(open_generation(store, job, location, entry))
+
+
+@contextmanager
+def being_read(log: CommitLog, entry: Entry) -> Iterator[None]:
+    """Mark a generation as being read, so that nobody deletes it meanwhile; reading goes on where the log takes no mark.
+
+    Raises:
+        NotFound: it has been withdrawn.
+    """
+    name = f"reader-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        log.read_begin(entry.index, name, ttl=_MARK_S)
+    except LogError:  # a read-only log, or one that has just gone: a mark protects, it is not needed to read
+        yield
+        return
+    try:
+        yield
+    finally:
+        try:
+            log.read_end(entry.index, name)
+        except LogError:
+            pass  # it ends by itself
+
+
+def _log(given: config.Settings, stack: ExitStack) -> CommitLog | None:
+    url = None
+    if not given.log:
+        path = wiring.root_path(given.root)
+        inside = None if path is None else path / given.job / wiring.LOG_FILE
+        if inside is None or not inside.is_file():
+            return None
+    else:
+        url = given.log
+    log = wiring.open_log(url, job=given.job, root_url=given.root, timeout=given.deadlines.log_s)
+    stack.callback(log.close)
+    return log
+
+
+def _without_log(store: BlobStore, job: str, step: int | None, generation: int | str | None) -> str:
+    """The newest complete directory, by names, sizes and manifests; incomplete ones are passed over."""
+    if isinstance(generation, int):
+        raise ConfigError(
+            f"generation #{generation} is an index in the log, which is not asked", todo="name the directory, or give the log"
+        )
+    found = scan(store, job)
+    complete = [f for f in found if f.complete]
+    hits = [f for f in complete if (step is None or f.step == step) and (generation is None or f.location == generation)]
+    if hits:
+        return max(hits, key=_newest).location
+    have = ", ".join(f"{f.location} ({f.why or 'complete'})" for f in found[-20:])
+    raise NotFound(
+        f"root {store.url} has no complete generation of job {job!r}" + (" that fits" if complete else ""),
+        now=f"it has {have or 'none at all'}",
+        todo="check job, root, and step or generation",
+    )
+
+
+def _newest(found: Found) -> tuple[int, int, str]:
+    return found.step, found.known_tail, found.location
+
+
+def _path(source: str | os.PathLike[str]) -> Path:
+    text = os.fspath(source)
+    if "://" not in text:
+        return Path(text).expanduser().absolute()
+    if not text.startswith("file://"):
+        raise ConfigError(f"{text} cannot be read from", todo="give a path, a file:// URL, or a job's name with root=")
+    return Path(unquote(urlsplit(text).path))
+
+
+def _one_directory(path: Path, stack: ExitStack) -> OpenGeneration:
+    """A generation by itself: its manifest says whose it is, and vouches for the rest."""
+    store = wiring.open_store(str(path))
+    stack.callback(store.close)
+    manifest = decode(store.get(MANIFEST), Manifest, f"{path}/{MANIFEST}")
+    return open_generation(_Alone(store, f"{manifest.job}/generations/{path.name}/"), manifest.job, path.name)
+
+
+class _Alone:
+    """Files of one directory under the names that they would have in their job's root."""
+
+    def __init__(self, store: BlobStore, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def get(self, path: str) -> bytes:
+        """A small file."""
+        return self._store.get(path.removeprefix(self._prefix))
+
+    def reader(self, path: str) -> BlobReader:
+        """A file, open."""
+        return self._store.reader(path.removeprefix(self._prefix))
