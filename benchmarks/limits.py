@@ -143,10 +143,11 @@ def etcd_transaction(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     """One compare-and-put of a record's size on a real etcd, by the same client as ours."""
     import etcd3
 
-    from services import etcd
+    from ftckpt.testing.etcd_server import EtcdServer
 
-    with etcd(folder) as (host, port):
-        client = etcd3.client(host=host, port=port, timeout=10)
+    with EtcdServer(directory=folder / "etcd") as server:
+        host, port = server.endpoint.split(":")
+        client = etcd3.client(host=host, port=int(port), timeout=10)
         client.put("/bench/tail", "0")
         number = 0
         while True:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ftckpt import Checkpointer, Never
-from services import etcd
+from ftckpt.testing.etcd_server import EtcdServer
 from state import build
 
 PATIENCE = 120.0
@@ -28,7 +28,7 @@ def _opened(folder: Path, job: str, **options: Any) -> Checkpointer:
 def _training(mb: int, folder: Path) -> Iterator[Checkpointer]:
     """A resumed job with the usual state, its log on a real etcd."""
     model, optimizer = build(mb)
-    with etcd(folder) as (host, port), _opened(folder, "bench", log=f"etcd://{host}:{port}") as ckpt:
+    with EtcdServer(directory=folder / "etcd") as server, _opened(folder, "bench", log=server.url) as ckpt:
         ckpt.register(model=model, optimizer=optimizer)
         ckpt.resume()
         time.sleep(SETTLE)
@@ -173,8 +173,8 @@ def commit(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     from ftckpt.domain.ledger import Entry
     from ftckpt.wiring import open_log
 
-    with etcd(folder) as (host, port):
-        log = open_log(f"etcd://{host}:{port}", job="bench", root_url=str(folder))
+    with EtcdServer(directory=folder / "etcd") as server:
+        log = open_log(server.url, job="bench", root_url=str(folder))
         number = 0
         try:
             while True:
