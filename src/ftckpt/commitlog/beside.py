@@ -23,7 +23,7 @@ class BesideRecords(JobWide):
 
     def pin(self, index: int, note: str, *, timeout: float | None = None) -> None:
         """See :class:`ftckpt.ports.CommitLog`."""
-        self._beside(index, lambda log: [Put(self._keys.of("pins", log, index), note.encode())], timeout)
+        self._beside(index, lambda log: [Put(self._keys.of("pins", log, index), note.encode(errors="replace"))], timeout)
 
     def unpin(self, index: int, *, timeout: float | None = None) -> None:
         """See :class:`ftckpt.ports.CommitLog`. A record that has no pin is no error."""
@@ -58,7 +58,7 @@ class BesideRecords(JobWide):
 
     def place(self, index: int, tier: str, url: str, *, timeout: float | None = None) -> None:
         """See :class:`ftckpt.ports.CommitLog`. Raises NotFound if there is no such record (any more)."""
-        self._beside(index, lambda log: [Put(self._keys.of("placements", log, index, tier), url.encode())], timeout)
+        self._beside(index, lambda log: [Put(self._keys.of("placements", log, index, tier), url.encode(errors="replace"))], timeout)
 
     def placements(self, index: int, *, timeout: float | None = None) -> dict[str, str]:
         """See :class:`ftckpt.ports.CommitLog`."""

@@ -93,7 +93,8 @@ class Connection:
                 endpoint, stubs, metadata = self._ready(left, what)
                 return send(stubs, left if effect == "once" else min(left, self._share(deadline)), metadata)
             except FOREIGN as error:
-                last, fault = error, classify(error)
+                fault = classify(error)
+                last = last if endpoint is None and last is not None else error  # why an endpoint failed says more than that none is left
                 self.failed(endpoint, fault)
                 if fault not in (Fault.UNSENT, Fault.UNCLEAR, Fault.TOKEN) or (fault is Fault.UNCLEAR and effect == "once"):
                     raise translate(error, what, effect) from error

@@ -60,6 +60,8 @@ _BY_CODE = {
 # What etcd's and gRPC's texts add to their codes.
 _BY_TEXT = (
     ("failed to connect to all addresses", Fault.UNSENT),
+    ("errors resolving", Fault.UNSENT),
+    ("DNS resolution failed", Fault.UNSENT),
     ("etcdserver: no leader", Fault.UNSENT),
     ("too many requests", Fault.UNSENT),
     ("larger than max", Fault.UNCLEAR),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Sequence
 
@@ -68,7 +69,7 @@ class JobWide(Session):
     def emit(self, event: Event, *, timeout: float | None = None) -> None:
         """See :class:`ftckpt.ports.CommitLog`. About the newest thousand are kept."""
         deadline = self._deadline(timeout)
-        when = max(0, int(event.time * 1e6))
+        when = int(min(max(event.time, 0.0), 1e13) * 1e6) if math.isfinite(event.time) else 0
         put = Put(f"{self._keys.events}{when:020d}-{uuid.uuid4().hex[:8]}", encode_event(event))
         self._write(lambda _: ([], [put], []), deadline)
         if self._emitted % _TRIM_EVERY == 0:

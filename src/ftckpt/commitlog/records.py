@@ -83,7 +83,7 @@ def decode_entry(data: bytes, index: int, log: str) -> Entry:
 
 def encode_replica(info: ReplicaInfo) -> bytes:
     """Encode an announcement."""
-    return _encode(info)
+    return _encode(msgspec.structs.replace(info, time=_finite(info.time)))
 
 
 def decode_replica(data: bytes) -> ReplicaInfo | None:
@@ -96,8 +96,8 @@ def decode_replica(data: bytes) -> ReplicaInfo | None:
 
 def encode_event(event: Event) -> bytes:
     """Encode an event; a long text is cut, too long a detail left out."""
-    if len(event.text) > MAX_EVENT_TEXT:
-        event = msgspec.structs.replace(event, text=event.text[:MAX_EVENT_TEXT] + " ...")
+    text = event.text if len(event.text) <= MAX_EVENT_TEXT else event.text[:MAX_EVENT_TEXT] + " ..."
+    event = msgspec.structs.replace(event, text=text, time=_finite(event.time))
     data = _encode(event)
     return data if len(data) <= MAX_ENTRY_BYTES else _encode(msgspec.structs.replace(event, detail={"left_out_bytes": len(data)}))
 
@@ -111,8 +111,21 @@ def decode_event(data: bytes) -> Event | None:
 
 
 def _encode(value: msgspec.Struct) -> bytes:
-    plain: dict[str, Any] = msgspec.to_builtins(value)
-    for name in ("metrics", "detail"):
-        if name in plain:
-            plain[name] = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain[name].items()}
-    return _encoder.encode(plain)
+    return _encoder.encode(_writable(msgspec.to_builtins(value)))
+
+
+def _writable(value: Any) -> Any:
+    """What JSON can write: text instead of nan and inf, and a mark instead of half a character (a file name may hold one)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_writable(item) for item in value]
+    return value
+
+
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else 0.0

@@ -173,8 +173,13 @@ class EtcdServer:
             return False
 
     def pause(self) -> None:
-        """SIGSTOP."""
-        self._running().send_signal(signal.SIGSTOP)
+        """SIGSTOP, and wait until every thread of it has stopped."""
+        process = self._running()
+        process.send_signal(signal.SIGSTOP)
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            end = time.monotonic() + 5
+            while task.exists() and (task / "stat").read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < end:
+                time.sleep(0.005)
 
     def resume(self) -> None:
         """SIGCONT."""

@@ -12,7 +12,7 @@ from timing import timed
 from ftckpt.commitlog.etcd import EtcdLog
 from ftckpt.errors import ConfigError, LogUnreachable
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd
-from ftckpt.testing.log_conformance import eventually, fill, generation
+from ftckpt.testing.log_world import eventually, fill, generation
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]
 PASSWORD = "hush-hush-7"

@@ -81,6 +81,7 @@ def test_each_code_of_grpc_is_one_of_our_errors(code: grpc.StatusCode | None) ->
     ("code", "details", "fault"),
     [
         ("UNAVAILABLE", "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: refused", Fault.UNSENT),
+        ("UNAVAILABLE", "errors resolving nowhere:1: [Domain name not found]", Fault.UNSENT),
         ("UNAVAILABLE", "etcdserver: no leader", Fault.UNSENT),
         ("UNAVAILABLE", "Socket closed", Fault.UNCLEAR),
         ("UNAVAILABLE", "etcdserver: request timed out, possibly due to previous leader failure", Fault.UNCLEAR),

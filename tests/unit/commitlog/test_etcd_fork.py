@@ -10,7 +10,7 @@ import pytest
 
 from ftckpt.commitlog.etcd import EtcdLog
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd
-from ftckpt.testing.log_conformance import dense
+from ftckpt.testing.log_world import dense
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]
 
@@ -32,7 +32,7 @@ FORKS = """
 import os, sys
 from ftckpt.commitlog.etcd import EtcdLog
 from ftckpt.errors import LogUnreachable
-from ftckpt.testing.log_conformance import fill, generation, replica
+from ftckpt.testing.log_world import fill, generation, replica
 log = EtcdLog.from_url(sys.argv[1], "forks")
 fill(log, 1)
 log.watch(lambda entry: None)
@@ -62,7 +62,7 @@ def test_a_child_forked_from_a_connected_parent_is_refused_and_the_parent_goes_o
 EARLY = """
 import os, sys
 from ftckpt.commitlog.etcd import EtcdLog
-from ftckpt.testing.log_conformance import commit, generation
+from ftckpt.testing.log_world import commit, generation
 log = EtcdLog.from_url(sys.argv[1], "early")
 child = os.fork()
 commit(log, generation(1, writer=str(child)))
@@ -85,7 +85,7 @@ LOADER = """
 import sys, torch
 from torch.utils.data import DataLoader, Dataset
 from ftckpt.commitlog.etcd import EtcdLog
-from ftckpt.testing.log_conformance import generation, replica
+from ftckpt.testing.log_world import generation, replica
 class Numbers(Dataset):
     def __len__(self):
         return 400

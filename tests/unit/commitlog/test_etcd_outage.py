@@ -10,7 +10,7 @@ from timing import timed
 from ftckpt.commitlog.etcd import EtcdLog
 from ftckpt.errors import LogAmbiguous, LogUnreachable
 from ftckpt.testing.etcd_server import EtcdServer, free_ports, have_etcd
-from ftckpt.testing.log_conformance import commit, dense, eventually, fill, generation, replica
+from ftckpt.testing.log_world import commit, dense, eventually, fill, generation, replica
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]
 

@@ -18,7 +18,7 @@ from ftckpt.commitlog.keyvalue import Deadline
 from ftckpt.domain.ledger import own_entry
 from ftckpt.errors import LogAmbiguous, LogFull
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd
-from ftckpt.testing.log_conformance import commit, dense, eventually, fill, generation, replica
+from ftckpt.testing.log_world import commit, dense, eventually, fill, generation, replica
 from ftckpt.testing.tcp_proxy import TcpProxy
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]
@@ -133,7 +133,7 @@ def test_a_thousand_times_opened_and_closed_leaves_no_thread_and_no_noise(server
     code = f"""
 import os, threading, time
 from ftckpt.commitlog.etcd import EtcdLog
-from ftckpt.testing.log_conformance import fill, replica
+from ftckpt.testing.log_world import fill, replica
 fill(EtcdLog.from_url({server.url!r}, "j"), 1)
 def cycle(i):
     log = EtcdLog.from_url({server.url!r}, "j")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 import tempfile
 from pathlib import Path
@@ -18,7 +19,8 @@ from ftckpt.commitlog.records import decode_entry, encode_entry
 from ftckpt.commitlog.sqlite import SqliteLog
 from ftckpt.domain.ledger import MAX_ENTRY_BYTES, Entry, Participant
 from ftckpt.errors import ConfigError, NotFound, TailMoved
-from ftckpt.testing.log_conformance import generation
+from ftckpt.ports import Event
+from ftckpt.testing.log_world import generation
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 NUMBERS = st.floats(allow_nan=False)
@@ -50,6 +52,27 @@ def test_a_record_is_read_back_as_stored_and_keeps_to_its_size(entry: Entry) -> 
     assert len(data) <= MAX_ENTRY_BYTES
     assert decode_entry(data, entry.index, entry.log) == stored
     assert stored == entry or (entry.participants is not None and stored == replace(entry, participants=None))
+
+
+EVENTS = st.builds(
+    Event,
+    time=st.floats(),
+    replica=TEXT,
+    kind=TEXT,
+    text=st.text(max_size=9),
+    detail=st.dictionaries(TEXT, st.floats() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=9), max_size=3),
+)
+
+
+@given(EVENTS)
+@settings(max_examples=200)
+def test_no_event_is_too_odd_to_be_told(event: Event) -> None:
+    log = MemoryLog("j")
+    log.emit(event)
+    (told,) = log.events()
+    assert (told.replica, told.kind, len(told.text)) == (event.replica, event.kind, len(event.text))
+    assert told.time == event.time or (told.time == 0.0 and not math.isfinite(event.time))
+    assert set(told.detail) == set(event.detail)
 
 
 class LogMachine(RuleBasedStateMachine):

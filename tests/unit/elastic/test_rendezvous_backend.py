@@ -22,7 +22,7 @@ from ftckpt.elastic.handler import create_etcd_v3_handler
 from ftckpt.elastic.store import EtcdV3Store
 from ftckpt.errors import ConfigError
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd
-from ftckpt.testing.log_conformance import eventually
+from ftckpt.testing.log_world import eventually
 from ftckpt.testing.tcp_proxy import TcpProxy
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]

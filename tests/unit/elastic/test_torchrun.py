@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd
-from ftckpt.testing.log_conformance import eventually
+from ftckpt.testing.log_world import eventually
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]
 
