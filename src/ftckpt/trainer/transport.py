@@ -14,6 +14,9 @@ from ftckpt.trainer.replicas.base import Carrier, State
 Guard = Callable[[State, int], None]
 """Raises HealRefused (or Damaged) when the fetched state of a step must not be taken."""
 
+FIRST_SHARE = 0.75
+"""Share of the time that the assigned source is given; the rest is for other peers."""
+
 
 class FtTransport(CheckpointTransport[State]):  # type: ignore[misc]  # torchft ships no types
     """Publishes on torchft's request, and fetches from the assigned source or, failing that, from another peer.
@@ -61,7 +64,7 @@ class FtTransport(CheckpointTransport[State]):  # type: ignore[misc]  # torchft 
             return True
 
         try:
-            state = self._carrier.fetch(metadata, step, timeout.total_seconds())
+            state = self._carrier.fetch(metadata, step, FIRST_SHARE * timeout.total_seconds())
             if usable(state):
                 return state
         except FtckptError as e:

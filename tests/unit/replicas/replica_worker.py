@@ -291,6 +291,9 @@ class Worker:
         spent = spent[warm:]
         return {"step": sorted(whole)[len(whole) // 2], "vector": sorted(spent)[len(spent) // 2]}
 
+    def address(self) -> dict[str, Any]:
+        return {"port": int(self.manager._manager.address().rsplit(":", 1)[1])}
+
     def close(self) -> dict[str, Any]:
         self.replica.close()
         return {"closed": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import psutil
 import pytest
 from replica_harness import Handle, World, together
 
@@ -273,3 +274,11 @@ def test_the_sync_quorum_heals_before_the_forward_and_counts_the_healed(world: W
     assert (answers[1]["healed"], answers[1]["contributed"]) == (True, True)
     assert answers[0]["h"] == answers[1]["h"]
     assert answers[0]["w"] == answers[1]["w"]
+
+
+@pytest.mark.covers("F75", "I10")
+def test_the_managers_server_listens_on_the_configured_address_only(world: World) -> None:
+    (a,) = world.start("a")
+    port = a.call("address")["port"]
+    listening = {c.laddr.ip for c in psutil.Process(a.pid).net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
+    assert listening == {"127.0.0.1"}
