@@ -1,0 +1,113 @@
+"""The commit log over time: nothing acknowledged is lost, the log is one chain, every generation is whole. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from chaos.checkers.verdicts import Verdict, verdict
+from chaos.evidence import Evidence
+from ftckpt.domain.ledger import Entry
+
+
+def acknowledged(e: Evidence) -> Verdict:
+    """I2: what was ever seen in the log, or told to a trainer as committed, is in it at the end, unchanged."""
+    final = {x.index: x for x in e.entries}
+    problems, seen = [], 0
+    for poll in e.polls:
+        for entry in poll.fresh:
+            seen += 1
+            if final.get(entry.index) != entry:
+                problems.append(
+                    f"#{entry.index} ({entry.kind} of step {entry.step}, {entry.location}) was in the log and is {_now(final.get(entry.index))}"
+                )
+    for line in e.lines:
+        if line.kind == "acked":
+            seen += 1
+            there = final.get(line.index)
+            if there is None or there.trajectory != line.trajectory:
+                problems.append(f"replica {line.replica} was told that step {line.step} is #{line.index}, which is {_now(there)}")
+    counts = [p.count for p in e.polls]
+    problems += [f"the log went back from {a} to {b} entries" for a, b in itertools.pairwise(counts) if b < a]
+    return verdict("acknowledged", dict.fromkeys(problems), seen)
+
+
+def one_chain(e: Evidence) -> Verdict:
+    """I2: dense indices, each entry after the one before it, steps that grow along ancestry, one identity, no attempt twice."""
+    problems = []
+    entries = sorted(e.entries, key=lambda x: x.index)
+    by_index = {x.index: x for x in entries}
+    if [x.index for x in entries] != list(range(len(entries))):
+        problems.append(f"indices are not 0..{len(entries) - 1}: {[x.index for x in entries][:50]}")
+    if len({x.log for x in entries}) > 1:
+        problems.append(f"entries of several logs: {sorted({x.log for x in entries})}")
+    for what, values in (("attempt", [x.attempt for x in entries]), ("location", [x.location for x in entries if x.location])):
+        problems += [f"{what} {v} is there {n} times" for v, n in Counter(values).items() if n > 1]
+    for x in entries:
+        if x.prev != x.index - 1:
+            problems.append(f"#{x.index} says that #{x.prev} is before it")
+        base = by_index.get(x.base)
+        if x.base >= x.index or (x.base >= 0 and (base is None or base.kind != "generation")):
+            problems.append(f"#{x.index} ({x.kind}) says that it descends from #{x.base}, which is no earlier generation")
+        elif base is not None and (x.step < base.step or (x.kind == "generation" and x.step == base.step)):
+            problems.append(f"#{x.index} of step {x.step} descends from #{base.index} of step {base.step}")
+    return verdict("one_chain", problems, len(entries))
+
+
+def ancestry(e: Evidence) -> Verdict:
+    """I2, I3: along the committed steps that the audit shows, each generation descends from the entry before it (an open from its base)."""
+    before = {m.after: m.before for m in e.made}
+    entries = sorted(e.entries, key=lambda x: x.index)
+    problems, seen = [], 0
+    for earlier, later in itertools.pairwise(entries):
+        if later.kind != "generation":
+            continue
+        seen += 1
+        at, steps = later.trajectory, 0
+        while at != earlier.trajectory and at in before and steps <= len(before):
+            at, steps = before[at], steps + 1
+        if at == earlier.trajectory:
+            continue
+        if at == e.run.origin or at in {x.trajectory for x in entries}:
+            problems.append(f"#{later.index} (step {later.step}) does not descend from #{earlier.index}: its history leads to {at[:8]}")
+    return verdict("ancestry", problems, seen)
+
+
+def whole(e: Evidence) -> Verdict:
+    """I1, I7, I9: every generation of the log verifies in full at the end, but for those that were damaged on purpose, which do not."""
+    hurt = {h.location for h in e.happened if h.location}
+    problems = []
+    for v in e.verified:
+        if v.fault and v.location not in hurt:
+            problems.append(f"{v.location}: {v.fault}")
+        if not v.fault and v.location in hurt:
+            problems.append(f"{v.location} was damaged on purpose and passes verification")
+    checked = {v.location for v in e.verified}
+    problems += [f"{x.location} is in the log and was not found" for x in e.entries if x.kind == "generation" and x.location not in checked]
+    return verdict("whole", problems, len(e.verified))
+
+
+def promised(e: Evidence) -> Verdict:
+    """I6: a save that returned is in the log in the end, or a later one superseded it, however its trainer died; agents killed, stopped or
+    without a disk are excused."""
+    by_trajectory = {x.trajectory: x for x in e.entries}
+    steps = [x for x in e.entries if x.kind == "generation"]
+    problems, seen = [], 0
+    for line in e.lines:
+        if line.kind != "step" or not line.saving or line.rank != 0:
+            continue
+        if any(h.machine and f"replica{line.replica}" in h.units and line.time - 1 <= h.time <= line.time + 30 for h in e.happened):
+            continue
+        if any(h.kind.startswith(("disk", "etcd")) and h.time - 5 <= line.time <= h.until + 30 for h in e.happened):
+            continue
+        seen += 1
+        if line.trajectory in by_trajectory:
+            continue
+        if any(x.step >= line.step and abs(x.time - line.time) < 30 for x in steps):
+            continue  # superseded by a generation of the same time
+        problems.append(f"replica {line.replica}'s save of step {line.step} ({line.trajectory[:8]}) returned and is not in the log")
+    return verdict("promised", problems, seen)
+
+
+def _now(there: Entry | None) -> str:
+    return "gone" if there is None else f"now {there.kind} of step {there.step} ({there.trajectory[:8]})"

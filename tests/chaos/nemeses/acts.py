@@ -1,0 +1,192 @@
+"""Does faults to a running job, and undoes them. Says exactly what it hit; judges nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from chaos.evidence import Happened
+from chaos.nemeses.schedule import Planned
+from chaos.workloads.jobs import Job, Unit, marked, send
+from ftckpt.domain.ledger import Entry
+
+Undo = Callable[[], None]
+MIN_SOUND = 2  # sound generations that must be left when one is damaged
+
+
+class Nothing(Exception):
+    """This fault cannot be done just now (nobody there to kill, nothing to damage)."""
+
+
+def act(job: Job, planned: Planned, entries: Sequence[Entry], hurt: frozenset[str]) -> tuple[Happened, Undo | None]:
+    """Do one fault.
+
+    Args:
+        entries: of the log, as last seen. hurt: locations damaged before.
+
+    Returns:
+        What was done, and how to undo it.
+
+    Raises:
+        Nothing: it could not be done now.
+    """
+    unit = job.units[planned.target % len(job.units)]
+    name = planned.kind
+    if name in ("kill-trainer", "stop-trainer", "term-trainer", "kill-agent", "stop-agent"):
+        return _one(planned, unit)
+    if name in ("kill-launcher", "term-launcher"):
+        launcher = [psutil.Process(unit.child.pid)] if unit.child.poll() is None and unit.child.pid else []
+        return _did(planned, [unit], send(launcher, signal.SIGKILL if name == "kill-launcher" else signal.SIGTERM)), None
+    if name in ("kill-trainers", "kill-machine"):
+        return _did(planned, [unit], unit.kill(agents=name == "kill-machine"), machine=name == "kill-machine"), None
+    if name in ("kill-all", "kill-all-trainers"):
+        return _everything(job, planned, agents=name == "kill-all"), None
+    if name in ("kill-lighthouse", "stop-lighthouse"):
+        return _lighthouse(job, planned)
+    if name in ("pause-etcd", "kill-etcd", "compact-etcd"):
+        return _etcd(job, planned)
+    if name in ("damage-newest", "damage-then-one"):
+        return _damage(job, planned, unit, entries, hurt), None
+    if name == "disk-full":
+        return _fill(job, planned)
+    raise ValueError(f"no such nemesis: {name}")
+
+
+def _did(planned: Planned, units: Sequence[Unit], pids: Sequence[int], **more: object) -> Happened:
+    if not pids:
+        raise Nothing(f"{planned.kind}: nobody was there")
+    now = time.time()
+    return Happened(
+        kind=planned.kind,
+        time=now,
+        until=now + planned.hold if planned.hold else 0.0,
+        units=tuple(u.name for u in units),
+        pids=tuple(pids),
+        **more,
+    )  # type: ignore[arg-type]
+
+
+def _one(planned: Planned, unit: Unit) -> tuple[Happened, Undo | None]:
+    verb, what = planned.kind.split("-")
+    there = unit.trainers() if what == "trainer" else unit.agents()
+    if not there:
+        raise Nothing(f"{planned.kind}: {unit.name} has none")
+    victim = [there[planned.rank % len(there)]]
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[verb]
+    happened = _did(planned, [unit], send(victim, number), machine=what == "agent")
+    return happened, (lambda: _go_on(victim)) if verb == "stop" else None
+
+
+def _go_on(victims: Sequence[psutil.Process]) -> None:
+    send([p for p in victims if p.is_running()], signal.SIGCONT)
+
+
+def _everything(job: Job, planned: Planned, *, agents: bool) -> Happened:
+    light = marked(str(job.plan.folder / "lighthouse")) if agents else []
+    everybody = [p for u in job.units for p in u.processes()]
+    send(everybody, signal.SIGSTOP)
+    pids = [pid for u in job.units for pid in u.kill(agents=agents)] + send(light, signal.SIGKILL)
+    if agents and job.light is not None and job.light_wanted:
+        if job.light.process is not None:
+            job.light.process.wait(10)
+        job.start_lighthouse()
+    if not agents:
+        send(job.leftovers(), signal.SIGCONT)
+    return _did(planned, job.units, pids, machine=agents)
+
+
+def _lighthouse(job: Job, planned: Planned) -> tuple[Happened, Undo]:
+    there = marked(str(job.plan.folder / "lighthouse"))
+    if not there:
+        raise Nothing("there is no lighthouse now")
+    if planned.kind == "stop-lighthouse":
+        return _did(planned, [], send(there, signal.SIGSTOP)), lambda: _go_on(there)
+    happened = _did(planned, [], send(there, signal.SIGKILL))
+    if job.light is not None and job.light.process is not None:
+        job.light.process.wait(10)
+
+    def undo() -> None:
+        if not marked(str(job.plan.folder / "lighthouse")):
+            job.start_lighthouse()
+
+    return happened, undo
+
+
+def _etcd(job: Job, planned: Planned) -> tuple[Happened, Undo | None]:
+    etcd = job.etcd
+    if etcd is None or not etcd.pid:
+        raise Nothing("etcd is not running now")
+    pid = etcd.pid
+    if planned.kind == "compact-etcd":
+        etcd.compact()
+        return _did(planned, [], [pid]), None
+    if planned.kind == "pause-etcd":
+        etcd.pause()
+        return _did(planned, [], [pid]), lambda: etcd.resume() if etcd.pid == pid else None
+    etcd.kill()
+
+    def undo() -> None:
+        if not etcd.pid:
+            etcd.start()
+            etcd.wait_healthy(60)
+
+    return _did(planned, [], [pid]), undo
+
+
+def _damage(job: Job, planned: Planned, unit: Unit, entries: Sequence[Entry], hurt: frozenset[str]) -> Happened:
+    """Flip one bit of a shard of the newest generation; only while enough sound ones are left on its path."""
+    tail = max(entries, key=lambda x: x.index, default=None)
+    if tail is None or tail.kind != "generation":
+        raise Nothing("the newest entry is no generation")
+    path = [
+        x
+        for x in entries
+        if x.kind == "generation" and x.location not in hurt and x.index > max((o.index for o in entries if o.kind == "open"), default=-1)
+    ]
+    if len(path) <= MIN_SOUND:
+        raise Nothing("too few sound generations to damage one")
+    victim = path[-1]
+    folder = job.plan.folder / "root" / job.plan.job / "generations" / victim.location
+    shards = sorted(folder.glob("shard-*.safetensors"))
+    shard = shards[planned.rank % len(shards)]
+    flip(shard, random.Random(planned.dice))
+    if planned.kind == "damage-newest":
+        happened = _everything(job, planned, agents=True)
+    else:
+        happened = _did(planned, [unit], unit.kill(agents=True), machine=True)
+    return Happened(
+        kind=happened.kind, time=happened.time, units=happened.units, pids=happened.pids, machine=True, location=victim.location
+    )
+
+
+def flip(path: Path, rng: random.Random) -> int:
+    """Flip one bit of a file's data, past the header; the byte's position."""
+    size = path.stat().st_size
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    at = rng.randrange(header, size)
+    with path.open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ (1 << rng.randrange(8))]))
+        f.flush()
+        os.fsync(f.fileno())
+    return at
+
+
+def _fill(job: Job, planned: Planned) -> tuple[Happened, Undo]:
+    """Use up all space of the root's own small file system."""
+    filler = job.plan.folder / "root" / "filler"
+    with filler.open("wb", buffering=0) as f:
+        try:
+            while True:
+                f.write(b"\0" * (1 << 16))
+        except OSError:
+            pass
+    return _did(planned, [], [os.getpid()]), lambda: filler.unlink(missing_ok=True)

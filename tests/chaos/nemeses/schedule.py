@@ -1,0 +1,109 @@
+"""Which faults come when: drawn from a seed alone, so that the seed shows the same run again. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+Needs = Literal["", "group", "peers", "etcd", "small-disk"]
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of fault.
+
+    Args:
+        needs: what the job must have: "group" (a torchrun launcher), "peers" (a lighthouse), "etcd", "small-disk".
+        hold: (least, most) seconds until it is undone; (0, 0) for faults that need no undoing.
+        weight: how often it is drawn.
+    """
+
+    name: str
+    needs: Needs = ""
+    hold: tuple[float, float] = (0.0, 0.0)
+    weight: float = 1.0
+
+
+KINDS: dict[str, Kind] = {
+    k.name: k
+    for k in (
+        Kind(name="kill-trainer", weight=2),
+        Kind(name="stop-trainer", hold=(1, 15)),
+        Kind(name="term-trainer"),
+        Kind(name="kill-launcher", needs="group"),
+        Kind(name="term-launcher", needs="group"),
+        Kind(name="kill-trainers"),  # all trainers and launchers of one unit; its agents live
+        Kind(name="kill-machine", weight=2),  # a unit with its agents
+        Kind(name="kill-all", weight=2),  # everything, agents and lighthouse too
+        Kind(name="kill-all-trainers"),  # everything but the agents
+        Kind(name="kill-agent"),
+        Kind(name="stop-agent", hold=(1, 10)),
+        Kind(name="kill-lighthouse", needs="peers", hold=(0.5, 8)),
+        Kind(name="stop-lighthouse", needs="peers", hold=(1, 8)),
+        Kind(name="pause-etcd", needs="etcd", hold=(1, 25)),
+        Kind(name="kill-etcd", needs="etcd", hold=(0.5, 15)),
+        Kind(name="compact-etcd", needs="etcd", weight=0.5),
+        Kind(name="damage-newest"),  # a byte of the newest generation flips, then everything dies
+        Kind(name="damage-then-one", needs="peers", weight=0.5),  # the same, then one replica dies: its peers have the state
+        Kind(name="disk-full", needs="small-disk", hold=(1, 10)),
+    )
+}
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault to come.
+
+    Args:
+        wait: "healthy" (``gap`` seconds after the job has recovered) or "moment" (``gap`` seconds after the fault before, whatever
+            goes on).
+        target, rank: chosen modulo what there is.
+        hold: seconds until it is undone.
+        dice: for whatever else the fault draws.
+    """
+
+    kind: str
+    wait: Literal["healthy", "moment"]
+    gap: float
+    target: int
+    rank: int
+    hold: float
+    dice: int
+
+
+def possible(needs: Sequence[str], only: Sequence[str] = ()) -> list[str]:
+    """Kinds that can be done to a job which has ``needs``; ``only`` narrows them.
+
+    Raises:
+        ValueError: a name in ``only`` is none, or cannot be done.
+    """
+    able = [k.name for k in KINDS.values() if not k.needs or k.needs in needs]
+    wrong = [name for name in only if name not in able]
+    if wrong:
+        raise ValueError(f"cannot be done to this job: {', '.join(wrong)}; possible are {', '.join(able)}")
+    return [name for name in able if not only or name in only]
+
+
+def schedule(seed: int, kinds: Sequence[str], *, overlap: float = 0.25, span: float = 20.0) -> Iterator[Planned]:
+    """Faults without end.
+
+    Args:
+        kinds: names to draw from.
+        overlap: share of faults that do not wait until the job has recovered.
+        span: seconds within which those come.
+    """
+    rng = random.Random(f"{seed} {' '.join(sorted(kinds))}")
+    names = sorted(kinds)
+    while True:
+        kind = KINDS[rng.choices(names, [KINDS[n].weight for n in names])[0]]
+        now = rng.random() < overlap
+        yield Planned(
+            kind=kind.name,
+            wait="moment" if now else "healthy",
+            gap=round(rng.uniform(0.05, span if now else 4.0), 3),
+            target=rng.randrange(1 << 16),
+            rank=rng.randrange(1 << 16),
+            hold=round(rng.uniform(*kind.hold), 3),
+            dice=rng.randrange(1 << 32),
+        )
