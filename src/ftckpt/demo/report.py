@@ -47,7 +47,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             resume=m.resumed - m.resume_called,
             total=total,
             choice=m.choice,
-            generations=tuple(f"#{e.index} step {e.step} {e.location} by {e.writer}, {e.bytes} bytes" for e in entries if e.kind == "generation"),
+            generations=tuple(
+                f"#{e.index} step {e.step} {e.location} by {e.writer}, {e.bytes} bytes" for e in entries if e.kind == "generation"
+            ),
             verdict=judge(s.history.lines, entries, m.all_killed),
             samples=count_samples(s),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from ftckpt.config import child_environment
 from ftckpt.demo.history import History
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import DeadlineExceeded, FtckptError
@@ -188,7 +188,7 @@ class Scenario:
         m, p = self.marks, self.plan
         base = [sys.executable, "-m", "ftckpt", "resume", JOB, "--root", self.root, *(["--log", p.log] if p.log else [])]
         m.resume_called = time.time()
-        dry = subprocess.run([*base, "--dry-run"], capture_output=True, text=True, timeout=60, env=dict(os.environ), check=False)
+        dry = subprocess.run([*base, "--dry-run"], capture_output=True, text=True, timeout=60, env=child_environment(), check=False)
         m.choice = (dry.stdout + dry.stderr).strip()
         if dry.returncode != 0:
             raise FtckptError("ftckpt resume --dry-run failed", now=m.choice)
@@ -217,7 +217,12 @@ class Scenario:
 
     def _survivors_after(self, when: float) -> bool:
         others = [r for r in range(self.plan.replicas) if r != 1]
-        return all(any(x.committed and x.time > when and x.members < self.plan.replicas for x in self.history.steps(r)[-20:]) for r in others)
+        return all(
+            any(x.committed and x.time > when and x.members < self.plan.replicas for x in self.history.steps(r)[-20:]) for r in others
+        )
 
     def _takes_part(self, replica: int, when: float) -> bool:
-        return any(x.committed and x.contributed and x.time > when and x.pid != 0 for x in self.history.steps(replica)[-20:]) and self._all_in()
+        return (
+            any(x.committed and x.contributed and x.time > when and x.pid != 0 for x in self.history.steps(replica)[-20:])
+            and self._all_in()
+        )

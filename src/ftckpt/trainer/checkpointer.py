@@ -38,6 +38,7 @@ from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_stor
 
 if TYPE_CHECKING:
     import torch
+
     from ftckpt.trainer.replicas.manager import FtManager
 
 logger = logging.getLogger("ftckpt")
@@ -139,7 +140,7 @@ class Checkpointer:
             return
         try:
             self._end(ending=False)
-        except Exception as e:  # the training's own error goes on; this one is told with it
+        except Exception as e:  # noqa: BLE001  (the training's own error goes on; this one is told with it)
             error.add_note(f"while closing the checkpointer: {type(e).__name__}: {e}")
 
     def _end(self, *, ending: bool) -> None:
@@ -411,7 +412,9 @@ class Checkpointer:
         member = self.replica.member
         if self._manager is not None:
             raise ConfigError("nothing was committed since resume()", todo="save after a committed step")
-        return Outcome(committed=True, contributed=True, healed=False, step=self.replica.step, members=(member,), present=(member,), writer=True)
+        return Outcome(
+            committed=True, contributed=True, healed=False, step=self.replica.step, members=(member,), present=(member,), writer=True
+        )
 
     def _due(self, *, ending: bool) -> bool:
         saver = self._saver
@@ -423,7 +426,11 @@ class Checkpointer:
     def _check(self) -> None:
         client = self._session.client
         if client.stray is not None:
-            raise Diverged(f"this state is not on the commit log's trajectory: {client.stray}", now="nothing of it was committed", todo="end this process; it heals when started again")
+            raise Diverged(
+                f"this state is not on the commit log's trajectory: {client.stray}",
+                now="nothing of it was committed",
+                todo="end this process; it heals when started again",
+            )
         client.raise_pending()
         if client.alive:
             return
@@ -432,7 +439,11 @@ class Checkpointer:
         self._tail.follow(self._session.client)
         if lost:
             steps = ", ".join(str(h.step) for h in lost)
-            raise AgentError(f"the agent died with saves of step {steps} in flight", now="a new agent was started; training may go on", todo="catch this and go on, or see the agent's output")
+            raise AgentError(
+                f"the agent died with saves of step {steps} in flight",
+                now="a new agent was started; training may go on",
+                todo="catch this and go on, or see the agent's output",
+            )
         logger.warning("the agent died; a new one was started, nothing was in flight")
 
     def _tell(self, *, force: bool = False) -> None:
@@ -452,7 +463,11 @@ class Checkpointer:
             arrived.release()
         size = arrived.image.table.image_bytes
         self._loaders.restore(0, None)
-        self._session.client.note("healed", f"{size} bytes from {', '.join(arrived.sources)} in {arrived.seconds:.3f} s", {"bytes": size, "seconds": arrived.seconds})
+        self._session.client.note(
+            "healed",
+            f"{size} bytes from {', '.join(arrived.sources)} in {arrived.seconds:.3f} s",
+            {"bytes": size, "seconds": arrived.seconds},
+        )
 
     def _note(self, kind: str, text: str) -> None:
         if self._session.client.alive:
@@ -471,7 +486,11 @@ class Checkpointer:
         except FtckptError:
             return []
         rank = self.group.rank
-        return [info.agents[rank] for info in lines if info.replica != self.settings.replica and info.state == "live" and len(info.agents) > rank]
+        return [
+            info.agents[rank]
+            for info in lines
+            if info.replica != self.settings.replica and info.state == "live" and len(info.agents) > rank
+        ]
 
     def _need_resumed(self, call: str) -> None:
         if not self._resumed:
@@ -488,5 +507,3 @@ def _is_loader(obj: Any) -> bool:
 
 def _warn(message: Warned) -> None:
     logger.warning("%s: %s", message.kind, message.text)
-
-

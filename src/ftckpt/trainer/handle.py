@@ -90,7 +90,9 @@ class SaveHandle:
             if tail is not None and tail.step > self.step:
                 return None
             if time.monotonic() >= end:
-                raise DeadlineExceeded(f"step {self.step} was not committed by another replica within {timeout:.1f} s", now="it may still be")
+                raise DeadlineExceeded(
+                    f"step {self.step} was not committed by another replica within {timeout:.1f} s", now="it may still be"
+                )
             time.sleep(0.05)
 
 
@@ -104,4 +106,8 @@ class Skipped(SaveHandle):
 
     def wait(self, timeout: float, until: Stage = "committed") -> Entry | None:
         """Raises SaveFailed: there is nothing to wait for."""
-        raise SaveFailed(f"step {self.step} was not saved: every buffer was busy", now="earlier saves go on", todo='use on_busy="wait" or save less often')
+        raise SaveFailed(
+            f"step {self.step} was not saved: every buffer was busy",
+            now="earlier saves go on",
+            todo='use on_busy="wait" or save less often',
+        )

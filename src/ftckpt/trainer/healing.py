@@ -77,7 +77,9 @@ class HealCarrier:
             raise PeerError(f"step {step} cannot be given to a peer: no step has begun here", now="the peer will ask again")
         slot = session.slot(timeout)
         if slot is None:
-            raise DeadlineExceeded(f"step {step}: no buffer became free within {timeout:.0f} s to give it to a peer", now="the peer will ask again")
+            raise DeadlineExceeded(
+                f"step {step}: no buffer became free within {timeout:.0f} s to give it to a peer", now="the peer will ask again"
+            )
         session.local.fill(plan, frozen, session.memory(slot, plan.table.image_bytes))
         self._count += 1
         trajectory = self._trajectory()
@@ -116,7 +118,9 @@ class HealCarrier:
         job = self._session.client.config.job
         room = _Room(self._session)
         try:
-            patience = Patience(connect=min(deadlines.connect_s, timeout), stall=deadlines.heal_stall_s, find=timeout, total=deadlines.heal_s)
+            patience = Patience(
+                connect=min(deadlines.connect_s, timeout), stall=deadlines.heal_stall_s, find=timeout, total=deadlines.heal_s
+            )
             got = fetch(urls, step, job, self._secret(), room.take, patience=patience)
             return self._state_of(got, room)
         except BaseException:

@@ -94,7 +94,11 @@ class Resumer:
             if loaded is not None and not fault:
                 return self._settled(choice, loaded, opening, began)
             if not isinstance(request, Newest):
-                raise Damaged(f"{choice.location} cannot be loaded: {fault}", now="states may be half loaded: do not train", todo="ask for another generation")
+                raise Damaged(
+                    f"{choice.location} cannot be loaded: {fault}",
+                    now="states may be half loaded: do not train",
+                    todo="ask for another generation",
+                )
             faults[choice.location] = Fault("payload", fault)
 
     def reload(self, index: int) -> Loaded:
@@ -105,11 +109,15 @@ class Resumer:
         """
         tail = self._log.entry(index)
         if tail.kind == "open" and tail.base < 0:
-            raise NothingLoadable(f"the tail #{index} says to start from zero, which a live process cannot", todo="start this replica again")
+            raise NothingLoadable(
+                f"the tail #{index} says to start from zero, which a live process cannot", todo="start this replica again"
+            )
         source = self._log.entry(tail.base) if tail.kind == "open" else tail
         loaded, fault = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), LoadOptions())
         if loaded is None or fault:
-            raise NothingLoadable(f"the tail #{index} (step {tail.step}) cannot be loaded: {fault}", todo="start this replica again; it chooses an older one")
+            raise NothingLoadable(
+                f"the tail #{index} (step {tail.step}) cannot be loaded: {fault}", todo="start this replica again; it chooses an older one"
+            )
         self._adopt(loaded, self._loader.trajectory(loaded.manifest, tail))
         return loaded
 

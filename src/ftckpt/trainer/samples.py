@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from ftckpt.config import Settings
@@ -29,7 +30,7 @@ class SampleLedger:
         self._writer = writer
         now = replica.trajectory
         opens = [*(link.h for link in now.links if link.step == now.step), now.h]
-        for before, after in zip(opens, opens[1:], strict=False):  # ``open`` entries since the state that was loaded
+        for before, after in pairwise(opens):  # ``open`` entries since the state that was loaded
             writer.made(before, after, now.step, ())
 
     def draw(self, ordinal: int, epoch: int, ids: Sequence[int]) -> None:

@@ -10,12 +10,12 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.errors import DeadlineExceeded
 from ftckpt.format.manifest import Cursor, encode
-from ftckpt.trainer.tail import TailReader
 from ftckpt.trainer.cursor import capture_cursor
 from ftckpt.trainer.handle import SaveHandle, Skipped
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.replicas.base import Outcome, Replica
 from ftckpt.trainer.session import Session
+from ftckpt.trainer.tail import TailReader
 
 
 class Saver:

@@ -61,7 +61,14 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 ckpt.step()
-                say(event="step", step=ckpt.current_step, loss=loss.item(), lr=scheduler.get_last_lr()[0], ids=ids.tolist(), params=digest_of(model))
+                say(
+                    event="step",
+                    step=ckpt.current_step,
+                    loss=loss.item(),
+                    lr=scheduler.get_last_lr()[0],
+                    ids=ids.tolist(),
+                    params=digest_of(model),
+                )
                 if ckpt.current_step >= a.steps:
                     break
         if a.then == "save-kill":

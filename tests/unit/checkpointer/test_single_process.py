@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Jobs  # type: ignore[import-not-found]
+from jobkit import Jobs
 
 FIRST = ("--steps", 12, "--every", 5)
 
@@ -37,7 +37,13 @@ def test_sigkill_right_after_save_does_not_lose_the_generation(jobs: Jobs) -> No
     assert run.of("saved")[0]["step"] == 3
     jobs.until_committed(3)
     again = jobs.run("--steps", 3, "--every", 0, "--width", 4096)
-    assert again.of("resumed")[0] == {"event": "resumed", "source": "generation", "step": 3, "params": run.of("step")[-1]["params"], "passed_over": []}
+    assert again.of("resumed")[0] == {
+        "event": "resumed",
+        "source": "generation",
+        "step": 3,
+        "params": run.of("step")[-1]["params"],
+        "passed_over": [],
+    }
 
 
 @pytest.mark.covers("F32")

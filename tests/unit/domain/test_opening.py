@@ -11,7 +11,17 @@ from ftckpt.errors import Damaged
 
 
 def entry(index: int, kind: str, trajectory: Trajectory, base: int, attempt: str) -> Entry:
-    return Entry(index=index, kind=kind, log="u", step=trajectory.step, trajectory=trajectory.h, prev=index - 1, base=base, attempt=attempt, writer="w")
+    return Entry(
+        index=index,
+        kind=kind,
+        log="u",
+        step=trajectory.step,
+        trajectory=trajectory.h,
+        prev=index - 1,
+        base=base,
+        attempt=attempt,
+        writer="w",
+    )
 
 
 def made() -> tuple[Trajectory, Entry]:
