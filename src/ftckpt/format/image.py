@@ -32,12 +32,15 @@ class Image:
         table: its table, with digests.
         offset: byte offset of the image in the source (a shard's header size; 0 for an arena slot).
         where: file or peer, for messages.
+        verified: every block of this memory was checked against the table already (on arrival from a peer).
 
     Raises:
         Damaged: the table has no digests, or the source is too short.
     """
 
-    def __init__(self, source: BlobReader | memoryview, table: TensorTable, offset: int = 0, where: str = "image") -> None:
+    def __init__(
+        self, source: BlobReader | memoryview, table: TensorTable, offset: int = 0, where: str = "image", *, verified: bool = False
+    ) -> None:
         self.table = table
         self.where = where
         self._offset = offset
@@ -49,7 +52,7 @@ class Image:
         if len(table.digests) != table.blocks:
             raise Damaged(f"{where} has {len(table.digests)} digests for {table.blocks} blocks", now="its bytes cannot be verified")
         self._memory = None if memory is None else memory.cast("B")[offset : offset + table.image_bytes].toreadonly()
-        self._marks = bytearray(table.blocks)
+        self._marks = bytearray([_GOOD if verified and self._memory is not None else _UNSEEN]) * table.blocks
         self._changed = threading.Condition()
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
 

@@ -133,7 +133,7 @@ class HealCarrier:
         state = decode_value(extra["state"])
         if not isinstance(state, dict) or not isinstance(state.get("user"), dict):
             raise PeerError(f"the snapshot from {where} has no replica state", now="nothing was taken from it")
-        image = Image(got.image, got.doc.table, 0, where)
+        image = Image(got.image, got.doc.table, 0, where, verified=True)
         state["user"][STATES] = Arrived(
             image=image,
             leaves=decode_leaves(bytes(got.doc.leaves), f"leaves of the snapshot from {where}"),

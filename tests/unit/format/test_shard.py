@@ -544,3 +544,14 @@ def test_block_digests_are_those_of_the_blocks(data, block, threads):
     found = digest_blocks(data, block, threads)
     assert len(found) == math.ceil(len(data) / block)
     assert found == tuple(digest(data[i : i + block]) for i in range(0, len(data), block))
+
+
+@pytest.mark.covers("I9")
+def test_memory_that_was_checked_on_arrival_is_not_hashed_again_and_other_memory_is() -> None:
+    data = bytearray(b"abcdefgh" * 512)
+    table = plan_image([("t", "uint8", (4096,), (0,), (4096,))])
+    table = msgspec.structs.replace(table, digests=digest_blocks(memoryview(data), table.block_bytes))
+    data[0] ^= 1
+    assert bytes(Image(memoryview(data), table, verified=True).range(0, 1)) == b"`"
+    with pytest.raises(Damaged):
+        Image(memoryview(data), table).range(0, 1)
