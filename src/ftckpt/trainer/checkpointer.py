@@ -19,6 +19,7 @@ from ftckpt.flows import resume_token
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.trainer import exiting
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
@@ -102,6 +103,7 @@ class Checkpointer:
             LogUnreachable: the commit log does not answer.
             StoreError: the root cannot be written.
         """
+        exiting.install()
         settings = config.load({"job": job, "root": root, "log": log, "replica": replica, **options}, file=settings_file)
         settings.validate(need=("job", "root"))
         said = config.launch()
