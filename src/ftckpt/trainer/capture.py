@@ -195,22 +195,33 @@ class Capturer:
                 raise ConfigError(f"two values claim the name {source.name!r}", now="nothing was written", todo="rename one of them")
             names.add(source.name)
             part = held(source.tensor, source.name)
-            if not self._writes(source, part) or not part.boxes:
+            if not self._writes(source, part):
+                continue
+            boxes = part.boxes or self._empty(part)
+            if not boxes:
                 continue
             memory = memory_key(source.tensor)
             if memory in stored and not self._apart(source.name):
                 aliases[source.name] = stored[memory]
                 continue
             stored.setdefault(memory, source.name)
-            specs.extend((source.name, dtype_name(source.tensor.dtype), part.shape, box.offsets, box.sizes) for box in part.boxes)
-            kept.extend((source, box) for box in part.boxes)
+            specs.extend((source.name, dtype_name(source.tensor.dtype), part.shape, box.offsets, box.sizes) for box in boxes)
+            kept.extend((source, box) for box in boxes)
         table = plan_image(specs, aliases)
         old = self._plan
         same = old is not None and old.table == table and old.states == infos
         return Plan((0 if old is None else old.layout_id) + (not same), table, infos, place(table, kept))
 
     def _writes(self, source: Source, part: Held) -> bool:
+        """A group of one writes all that this rank holds: what a peer's same rank needs to heal."""
+        if self._group.world_size == 1:
+            return True
         return part.writes if isinstance(source.tensor, DTensor) else self._mine(source.claim)
+
+    def _empty(self, part: Held) -> tuple[Box, ...]:
+        """A group of one tells of tensors too of which an uneven split leaves this rank nothing."""
+        nothing = (0,) * len(part.shape)
+        return (Box(nothing, nothing, nothing),) if self._group.world_size == 1 else ()
 
     def _apart(self, name: str) -> bool:
         return self._ownership is not None and self._ownership.apart(name)

@@ -95,13 +95,26 @@ def do_save(layout, rank, world, group, folder, name):
     setup = Setup(layout, world, 1)
     setup.train(3)
     capturer = Capturer(setup.states, group)
+    before = capturer.prepare().layout_id
+    setup.model.eval()(torch.randn(2, 7))  # leaves FSDP2's root unsharded
+    setup.model.train()
+    assert capturer.prepare().layout_id == before
     with CommDebugMode() as counted:
         before = dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()
         plan, leaves, memory = take(capturer)
         collectives = counted.get_total_counts() + dist.distributed_c10d._get_default_group()._get_sequence_number_for_group() - before
         assert capturer.prepare() is plan
     torch.save({"table": plan.table, "leaves": leaves, "data": bytes(memory), "states": plan.states}, folder / f"{name}-{rank}.pt")
-    return {"everything": setup.everything(), "collectives": collectives, "names": [e.name for e in plan.table.tensors]}
+    everything = setup.everything()
+    return {"everything": everything, "collectives": collectives, "names": [e.name for e in plan.table.tensors], "healed": heal(setup, layout, world)}
+
+
+def heal(setup, layout, world):
+    """What the same rank of another replica gets from this rank's image alone."""
+    plan, leaves, memory = take(Capturer(setup.states, Group()))
+    other = Setup(layout, world, 2)
+    restore(other.states, [image_of(plan.table, memory)], decode_leaves(leaves, "leaves"), plan.states)
+    return other.everything()
 
 
 def do_load(layout, rank, world, folder, name, count):

@@ -54,6 +54,11 @@ def test_a_sharded_save_makes_no_collective_and_stores_everything_once(fsdp):
     assert not {n for n in plain[0] & plain[1] if n.endswith(("/step", "running_mean", "tree/whole"))}
 
 
+@pytest.mark.covers("A3")
+def test_a_rank_heals_from_the_image_of_the_same_rank_alone(fsdp):
+    assert all(same_nested(rank["healed"], rank["everything"]) for rank in fsdp)
+
+
 @pytest.mark.slow
 @pytest.mark.covers("B6", "C1", "D8")
 @pytest.mark.parametrize(("layout", "world"), [("plain", 1), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)])
@@ -80,6 +85,7 @@ def test_two_dimensional_layouts_load_on_one_process_and_back(folder, layout):
     saved = run(folder, f"save,{layout},{layout}", 4)
     assert [r["collectives"] for r in saved] == [0] * 4
     assert all(same_nested(r["everything"], saved[0]["everything"]) for r in saved)
+    assert all(same_nested(r["healed"], r["everything"]) for r in saved)
     alone = run(folder, f"load,plain,{layout},4", 1)
     assert same_nested(alone[0]["everything"], saved[0]["everything"])
     fsdp = run(folder, f"load,fsdp,{layout},4", 2)
