@@ -14,7 +14,7 @@ from ftckpt.config import Settings
 from ftckpt.domain.policy import Moment, Never, Policy
 from ftckpt.domain.sources import AtIndex, AtLocation, AtStep, Fresh, Newest, Request
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import AgentError, ConfigError, Diverged, FtckptError
+from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded, Diverged, FtckptError
 from ftckpt.flows import resume_token
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
@@ -288,6 +288,7 @@ class Checkpointer:
             with_cursor=what == "all",
             restart_data=data == "restart",
         )
+        self._await_agent()
         report = self._resumer().resume(request, options, opening)
         self._saver = Saver(self._session, self.replica, self._loaders, self._tail)
         self._saver.base = report.generation if report.generation is not None else -1
@@ -300,6 +301,15 @@ class Checkpointer:
         self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
         self._tell(force=True)
         return report
+
+    def _await_agent(self) -> None:
+        """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
+        if not self._session.client.reattached:
+            return
+        try:
+            self._session.client.drain(self.settings.deadlines.close_s)
+        except DeadlineExceeded as e:
+            logger.warning("resume: the agent of this rank still holds an unfinished save: %s", e.what)
 
     def _request(self, step: int | None, generation: int | str | None, fresh: bool) -> tuple[Request, str]:
         if step is not None:

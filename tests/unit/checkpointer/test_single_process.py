@@ -146,3 +146,13 @@ def test_a_bad_job_name_is_refused_before_anything_is_written(jobs: Jobs, name: 
     run = jobs.run(*FIRST, "--job", name)
     assert run.status == 2
     assert list(jobs.root.iterdir()) == []
+
+
+@pytest.mark.covers("I6", "F49")
+def test_a_restart_waits_for_what_the_surviving_agent_still_holds(jobs: Jobs) -> None:
+    killed = jobs.run("--steps", 3, "--every", 0, "--width", 20000, "--then", "save-kill", FTCKPT_DEADLINES_LINGER_S="30")
+    assert killed.status == -signal.SIGKILL
+    agents = jobs.agents()
+    again = jobs.run("--steps", 3, "--every", 0, "--width", 20000, FTCKPT_DEADLINES_LINGER_S="30")
+    assert again.of("resumed")[0]["step"] == 3
+    assert len(agents) == 1
