@@ -22,7 +22,7 @@ _LAZY = {
     "FtckptError": "ftckpt.errors",
 }
 
-__all__ = sorted((*_LAZY, "__version__"))  # noqa: PLE0605
+__all__ = sorted((*_LAZY, "__version__"))
 
 if TYPE_CHECKING:
     from ftckpt.domain.policy import AtEnd as AtEnd

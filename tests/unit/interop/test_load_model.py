@@ -71,7 +71,7 @@ def test_without_a_log_the_newest_complete_directory_is_taken(job, tmp_path):
     (copy / "gpt" / "generations" / places[1].name / "manifest.json").unlink()
     assert ftckpt.load_model("gpt", net(), root=copy).location == places[0].name
     assert ftckpt.load_model(copy / "gpt", net(), log="none").step == 3
-    with pytest.raises(errors.NotFound, match="no manifest.json"):
+    with pytest.raises(errors.NotFound, match=r"no manifest\.json"):
         ftckpt.load_model("gpt", net(), root=copy, step=7)
 
 
@@ -81,7 +81,7 @@ def test_what_does_not_exist_is_refused_with_what_does(job):
     for wrong, word in (({"step": 4}, "it has steps 3, 7"), ({"generation": 9}, "#1")):
         with pytest.raises(errors.NotFound, match=word):
             ftckpt.load_model("gpt", net(), root=root, **wrong)
-    with pytest.raises(errors.NotFound, match="no job 'gtp'|no complete generation of job 'gtp'"):
+    with pytest.raises(errors.NotFound, match="job 'gtp'"):
         ftckpt.load_model("gtp", net(), root=root)
     with pytest.raises(errors.Mismatch, match=r"no state 'teacher'(.|\n)*ema \(module\)"):
         ftckpt.load_model("gpt", net(), root=root, state="teacher")

@@ -1,0 +1,85 @@
+"""What every export shares: a directory that appears whole or not at all, and a report. Reads no generation itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ftckpt.errors import ConfigError, StoreError
+
+
+class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written.
+
+    Args:
+        job, step, location: of the generation.
+        format: "hf" or "dcp".
+        out: the directory.
+        files: sizes in bytes by name.
+        tensors, bytes: how many, and the bytes of all files.
+        seconds: what it took.
+        cast: tensors that were converted to another dtype.
+        overflowed: values that became infinite by that, by tensor.
+        tied: names of tensors that share memory with another one, and that one's.
+        left_out: stored names that were not exported, with the reason.
+    """
+
+    job: str
+    step: int
+    location: str
+    format: str
+    out: str
+    files: dict[str, int]
+    tensors: int
+    bytes: int
+    seconds: float
+    cast: tuple[str, ...] = ()
+    overflowed: dict[str, int] = msgspec.field(default_factory=dict)
+    tied: dict[str, str] = msgspec.field(default_factory=dict)
+    left_out: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+@contextmanager
+def new_directory(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new directory to write into; durable and under its name only when the block has ended without an error.
+
+    Raises:
+        ConfigError: there is something already. StoreError: it cannot be made or written.
+    """
+    target = Path(out).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already", now="nothing was written", todo="name a new or an empty directory")
+    draft = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        yield draft
+        for path in [*draft.rglob("*"), draft]:
+            _sync(path)
+        os.rename(draft, target)  # over an empty directory too
+        _sync(target.parent)
+    except OSError as e:
+        raise StoreError(
+            f"{target} cannot be written: {e.strerror or e}", now="nothing was left behind", todo="check space and permissions"
+        ) from e
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def written_files(folder: Path) -> dict[str, int]:
+    """Sizes of the files below a directory, by relative path."""
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
