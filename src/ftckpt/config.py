@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from ftckpt.domain.deadlines import Deadlines
+from ftckpt.domain.keep import Keep, parse_keep
 from ftckpt.domain.names import check_name
 from ftckpt.errors import ConfigError
 
@@ -38,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         log_dir: directory for the agents' output; empty: the runtime directory.
         state_dir: directory for the cursor journal where the root is not a file root; empty: the runtime directory.
         secret_file: file with the job's secret; empty: the one kept in the commit log.
-        keep: generations to keep; None keeps all.
+        keep: generations to keep: a number, or rules such as ``last:3,every:1000,best:loss:min``; None keeps all.
         on_busy: what ``save()`` does while no buffer is free.
         slots: buffers per rank, 1 or 2.
         min_replica_size: torchft's; None: not given here.
@@ -62,7 +63,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str = ""
     state_dir: str = ""
     secret_file: str = ""
-    keep: int | None = None
+    keep: int | str | None = None
     on_busy: Literal["wait", "skip"] = "wait"
     slots: int = 2
     min_replica_size: int | None = None
@@ -94,8 +95,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                     check_name(key, getattr(self, key))
                 except ConfigError as e:
                     wrong.append(f"{self.say(key)}: {e.todo}")
-        if self.keep is not None and self.keep < 1:
-            wrong.append(f"{self.say('keep')}: must be at least 1; to keep every generation: keep=None, {env_name('keep')}=all")
+        try:
+            parse_keep(self.keep)
+        except ConfigError as e:
+            wrong.append(f"{self.say('keep')}: {e.todo}; to keep every generation: keep=None, {env_name('keep')}=all")
         if self.slots not in (1, 2):
             wrong.append(f"{self.say('slots')}: must be 1 or 2")
         if self.persist_threads < 1:
@@ -223,12 +226,11 @@ def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None 
         if key not in hints or key in ("origin", "deadlines"):
             wrong.append(f"{label}: there is no such setting")
             continue
-        if key == "keep" and raw in ("all", "none", "None"):
-            raw = None
         try:
-            values[key] = msgspec.convert(raw, hints[key], strict=where != "environment")
-        except msgspec.ValidationError as e:
-            wrong.append(f"{label}: {e}")
+            value = _keep(raw) if key == "keep" else raw
+            values[key] = msgspec.convert(value, hints[key], strict=where != "environment" or key == "keep")
+        except (msgspec.ValidationError, ConfigError) as e:
+            wrong.append(f"{label}: {e.what + ': ' + e.todo if isinstance(e, ConfigError) else e}")
             continue
         origin[key] = label
     if wrong:
@@ -240,6 +242,22 @@ def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None 
     _fill_defaults(values, origin, env)
     deadlines = Deadlines(**{k.partition(".")[2]: v for k, v in values.items() if "." in k})
     return Settings(**{k: v for k, v in values.items() if "." not in k}, deadlines=deadlines, origin=origin)
+
+
+def _keep(raw: Any) -> Any:
+    """A retention policy as a setting: None, a number, or its short text.
+
+    Raises:
+        ConfigError: the text cannot be read.
+    """
+    text = str(raw) if isinstance(raw, Keep) else raw
+    if not isinstance(text, str):
+        return text
+    if text in ("all", "none", "None"):
+        return None
+    if text.lstrip("-").isdigit():
+        return int(text)
+    return str(parse_keep(text))
 
 
 _Item = tuple[str, str, Any, str]  # kind of source, key, value, label for messages

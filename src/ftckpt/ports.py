@@ -87,6 +87,9 @@ class BlobStore(Protocol):
     def listdir(self, prefix: str = "") -> list[str]:
         """Names directly under a directory, sorted; empty if there is none. Symbolic links are listed, not followed."""
 
+    def leftovers(self, prefix: str = "") -> list[str]:
+        """Names directly under a directory that writers or removals of a store's own left there; never listed otherwise."""
+
     def files(self, prefix: str = "") -> Iterator[BlobInfo]:
         """All files below a directory."""
 

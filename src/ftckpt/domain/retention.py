@@ -76,7 +76,7 @@ def plan(
         entries: all entries of the log, in order, without withdrawn ones.
         pins: indices that the user pinned.
         readers: indices that someone is reading now.
-        unsound: indices known not to verify, with the reason; they do not count.
+        unsound: indices known not to verify, with the reason; they do not count, and go only where sound ones would go.
         now: seconds since the epoch, for ``KeepYounger``.
 
     Raises:
@@ -89,7 +89,7 @@ def plan(
     path = lineage(entries, tail)
     on_path = {e.index for e in path}
     sound = [e for e in path if e.index not in unsound]
-    chosen = policy.chosen(sound, now)
+    chosen, wanted = policy.chosen(sound, now), policy.chosen(path, now)
     least = _least(policy)
     newest = [e.index for e in sound[:least]]
     floor = min(newest, default=-1)
@@ -108,6 +108,8 @@ def plan(
             return True, "there are not more sound generations than are to be kept"
         if e.index > floor:
             return True, "newer than the oldest that counts"
+        if e.index in wanted:
+            return True, f"does not verify ({unsound[e.index]}); left for you to look at, since else: {wanted[e.index]}"
         if e.index in unsound:
             return False, f"does not verify: {unsound[e.index]}"
         return False, f"not kept by {policy}" if e.index in on_path else "on an abandoned branch"

@@ -61,6 +61,11 @@ class MemoryStore:
         with self._lock:
             return sorted({path[len(start) :].split("/", 1)[0] for path in self._files if path.startswith(start)})
 
+    def leftovers(self, prefix: str = "") -> list[str]:
+        """Nothing is ever left."""
+        check_path(prefix, empty=True)
+        return []
+
     def files(self, prefix: str = "") -> Iterator[BlobInfo]:
         """All files below a directory, sorted by path."""
         check_path(prefix, empty=True)

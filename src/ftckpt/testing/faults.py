@@ -193,6 +193,10 @@ class FaultyStore:
         """As ``BlobStore.listdir``."""
         return self.act("listdir", prefix, lambda: self.inner.listdir(prefix))
 
+    def leftovers(self, prefix: str = "") -> list[str]:
+        """As ``BlobStore.leftovers``."""
+        return self.act("leftovers", prefix, lambda: self.inner.leftovers(prefix))
+
     def files(self, prefix: str = "") -> Iterator[BlobInfo]:
         """As ``BlobStore.files``."""
         return self.act("files", prefix, lambda: self.inner.files(prefix))

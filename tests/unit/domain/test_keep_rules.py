@@ -71,7 +71,9 @@ def test_a_damaged_best_makes_way_for_the_next_best() -> None:
     entries = log_of("g1 g2 g3 g4", {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
     made = plan(parse_keep("last:1,best:loss"), entries)
     assert (made.relied, made.doomed) == ((0, 3), (1, 2))
-    assert plan(parse_keep("last:1,best:loss"), entries, unsound={0: "shard"}).doomed == (0, 2)
+    after = plan(parse_keep("last:1,best:loss"), entries, unsound={0: "shard"})
+    assert after.doomed == (2,)  # the damaged one is not evidence, and not removed behind the user's back either
+    assert "does not verify" in after.verdicts[0].why
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""``ftckpt du JOB``: how much room a job takes."""
+
+from __future__ import annotations
+
+from ftckpt.cli import common
+
+
+def du(
+    job: common.Job,
+    root: common.Root = None,
+    log: common.Log = None,
+    config: common.Config = None,
+    timeout: common.Timeout = None,
+    json: common.Json = False,
+) -> None:
+    """Show how much room each generation takes, and what else lies in the job's directory."""
+    from ftckpt.flows.du import usage
+
+    with common.opened(job, root, log, config, timeout) as parts:
+        common.require_job(parts.store, job)
+        found = usage(parts.log, parts.store, job)
+    if json:
+        common.print_json(found)
+        return
+    table = common.table("bytes", "files", "#", "step", "what", "path", right=("bytes", "files", "#", "step"))
+    for r in found.rooms:
+        table.add_row(
+            common.size(r.bytes), str(r.files), str(r.index) if r.index >= 0 else "", str(r.step) if r.step >= 0 else "", r.kind, r.path
+        )
+    out = common.console()
+    out.print(table, markup=False)
+    out.print(f"{common.size(found.bytes)} in all", markup=False)
