@@ -107,6 +107,8 @@ class Replica(Protocol):
         step: committed step of the live state.
         committed: a step was made since the last ``outcome`` (known after the vote: step learning-rate schedulers only then).
         blank: the live state was given up, and nothing of it may be saved until a heal or ``adopt``.
+        heals_first: a step's quorum may replace the live state before that step's batch is used; a batch is then taken
+            after ``members``, or it would be one of the state before.
     """
 
     @property
@@ -129,6 +131,19 @@ class Replica(Protocol):
     def blank(self) -> bool: ...
     @property
     def committed(self) -> bool: ...
+    @property
+    def heals_first(self) -> bool: ...
+
+    def members(self) -> tuple[int | None, int]:
+        """Who takes part in the step being made; begins its quorum if that was not begun, and waits for it.
+
+        Returns:
+            This replica's participating rank (None: its samples do not count in this step: it heals, stands by, refuses, or
+            the step is the empty first one), and how many take part. The same until the vote.
+
+        Raises:
+            FtckptError, TimeoutError, RuntimeError: no quorum was formed; this replica must end.
+        """
 
     def contribute(self, draws: int, samples: int) -> None:
         """Say what this replica adds in the step being made; before its first allreduce, and again for a repeated step.
@@ -156,7 +171,8 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
     """What a torchft replica asks of the checkpointer.
 
     Args:
-        tail: linearizable read of the log's tail, on torchft's quorum thread; raises LogError. Bounded by the log's own deadline.
+        tail: linearizable read of the log's tail, on torchft's quorum thread; raises LogError (any
+            FtckptError counts as unreadable). Bounded by the log's own deadline.
         known_tail: the newest tail known without asking (watched); any thread.
         load_tail: load the generation of the log entry with this index and call ``adopt``; main thread. All ranks of a
             group are given the same index.

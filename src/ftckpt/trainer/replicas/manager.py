@@ -33,6 +33,12 @@ PG_ERRORS = (RuntimeError, ValueError, AssertionError, AttributeError, OSError)
 """What a process group raises when it, or a peer, is gone (torch's own errors are RuntimeErrors)."""
 
 
+def _device_of(pg: object) -> torch.device:
+    """Where the vector of a step lives until the first gradient shows it: on the accelerator for process groups that need it there."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator if accelerator is not None and "Gloo" not in type(pg).__name__ else torch.device("cpu")
+
+
 class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
     """A torchft Manager whose replicas never commit a step from different states.
 
@@ -70,9 +76,10 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         self._callbacks, self._most_replicas = callbacks, most_replicas
         self.standing = Member(job, replica, incarnation, callbacks, limits, world_size)
         self._vector: StepVector | None = None
-        self._device = torch.device("cpu")
+        self._device = _device_of(options["pg"])
         self._before_vote: list[Callable[[], None]] = []
         self._ended: Exception | None = None
+        self._begun = self._held = False  # of this step's quorum: asked for; a batch was taken by it
         self._quorum_thread: int | None = None
         self._quorum_error: Exception | None = None
         self._abort_lock = threading.Lock()
@@ -105,9 +112,12 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
 
     # ------------------------------------------------------------------ one step, main thread
     def start_quorum(self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None) -> None:
-        """Begin a step: freeze the boundary, then torchft's quorum."""
+        """Begin a step: freeze the boundary, then torchft's quorum. Nothing, if ``members`` began it already."""
         self._alive()
+        if self._held:
+            return  # the batch was taken for that quorum's members: another one would not fit it
         try:
+            self._begun = True
             self.standing.begin()
             self._vector, self._quorum_error = None, None
             self._drop_unapplied()
@@ -116,6 +126,19 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         except Exception as e:
             self._end(e)
             raise
+
+    def members(self) -> tuple[int | None, int]:
+        """See ``Replica.members``: waits for this step's quorum, and begins it if nobody did."""
+        self._alive()
+        if not self._begun:
+            self.start_quorum()
+        self._held = True
+        try:
+            self.wait_quorum()
+        except Exception as e:
+            self._end(e)
+            raise
+        return self._participating_replica_rank if self.is_participating() else None, self._participating_replica_world_size
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG) -> Work:
         """torchft's, with the vector of the step before the first one."""
@@ -159,6 +182,8 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         except Exception as e:
             self._end(e)
             raise
+        finally:
+            self._begun = self._held = False
 
     def report_error(self, e: Exception) -> None:
         """torchft's; the first error of a step ends the process group, so that the others need not wait for its time-out."""

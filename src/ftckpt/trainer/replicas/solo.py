@@ -65,6 +65,15 @@ class SoloReplica:
         """Every step is made."""
         return True
 
+    @property
+    def heals_first(self) -> bool:
+        """Nobody heals."""
+        return False
+
+    def members(self) -> tuple[int | None, int]:
+        """It alone."""
+        return 0, 1
+
     def contribute(self, draws: int, samples: int) -> None:
         """What this replica adds in the step being made."""
         self._adds = (draws, samples)

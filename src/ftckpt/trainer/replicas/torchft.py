@@ -244,6 +244,15 @@ class FtReplica:
         """A step was made since the last ``outcome``."""
         return self._standing.committed
 
+    @property
+    def heals_first(self) -> bool:
+        """Without async quorum a heal replaces the state when the step begins."""
+        return not self.manager._use_async_quorum
+
+    def members(self) -> tuple[int | None, int]:
+        """See ``Replica.members``."""
+        return self.manager.members()
+
     def contribute(self, draws: int, samples: int) -> None:
         """See ``Replica.contribute``."""
         self._standing.contribute(draws, samples)
