@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import DeadlineExceeded, FtckptError, LogUnreachable, PeerError
 from ftckpt.trainer.replicas.base import Callbacks, Position
 from ftckpt.trainer.replicas.bounds import Limits
@@ -274,22 +276,52 @@ class Worker:
         answer["weights"] = torch.cat([w.detach().reshape(-1) for w in weights]).tolist()
         return answer
 
-    def overhead(self, count: int, warm: int = 5) -> dict[str, Any]:
-        """Median seconds of a step, with and without the vector, of the part that waits for it."""
-        spent = []
-        real = self.manager._slots
+    def compare(self, count: int) -> dict[str, Any]:
+        """Median milliseconds of a step with and without the vector, in turns on the same quorum, and of its own parts."""
+        spent: dict[str, list[float]] = {"with": [], "without": [], "launch": [], "wait": [], "decide": []}
 
-        def timed() -> Any:
-            t = time.perf_counter()
-            slots = real()
-            spent.append(time.perf_counter() - t)
-            return slots
+        def timed(name: str, real: Any) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                started = time.perf_counter()
+                value = real(*arguments, **options)
+                spent[name].append(time.perf_counter() - started)
+                return value
 
-        self.manager._slots = timed
-        whole = [self.step()["seconds"] for _ in range(count)][warm:]
-        self.manager._slots = real
-        spent = spent[warm:]
-        return {"step": sorted(whole)[len(whole) // 2], "vector": sorted(spent)[len(spent) // 2]}
+            return call
+
+        manager = self.manager
+        manager._launch = timed("launch", manager._launch)
+        manager._slots = timed("wait", manager._slots)
+        manager.standing.judge = timed("decide", manager.standing.judge)
+        for n in range(count):
+            name = "without" if n % 2 else "with"
+            started = time.perf_counter()
+            self.lean_step() if name == "with" else self.bare_step()
+            if n > 10:
+                spent[name].append(time.perf_counter() - started)
+        return {name: round(1e3 * sorted(values)[len(values) // 2], 3) for name, values in spent.items()}
+
+    def lean_step(self) -> None:
+        self.replica.contribute(1, 2)
+        self.manager.start_quorum()
+        g = torch.full_like(self.w, 1.0)
+        self.manager.allreduce(g).wait()
+        if self.manager.should_commit():
+            self.w -= g
+        self.replica.outcome()
+
+    def bare_step(self) -> None:
+        """A step of torchft's own manager: no vector, no rule; for measuring only."""
+        manager = self.manager
+        manager.standing.begin()
+        Manager.start_quorum(manager)
+        g = torch.full_like(self.w, 1.0)
+        Manager.allreduce(manager, g).wait()
+        if Manager.should_commit(manager):
+            self.w -= g
+            position = manager.standing.position
+            t = position.trajectory
+            manager.standing.position = msgspec.structs.replace(position, trajectory=Trajectory(t.step + 1, t.h, t.links))
 
     def address(self) -> dict[str, Any]:
         return {"port": int(self.manager._manager.address().rsplit(":", 1)[1])}

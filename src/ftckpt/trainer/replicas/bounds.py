@@ -45,12 +45,12 @@ class Bounds:
     def stance(self, tail: Entry | None, readable: bool, state: Position, quorum: Quorum) -> Stance:
         """``vote.stand``, with what repeated or partial failures of healing ask for."""
         stance = stand(tail, readable, state.trajectory, quorum)
-        if not quorum.heal_failed or stance.act is not Act.KEEP:
+        if stance.go or stance.act is not Act.KEEP:
             return stance
-        if self.refusals >= self._limits.refusals and tail is not None:
+        if quorum.heal_failed and self.refusals >= self._limits.refusals and tail is not None:
             return Stance(False, Act.LOAD, f"{self.refusals} heals in a row were refused")
-        if self._group_world_size > 1:
-            return Stance(False, Act.BLANK, "one rank of the group could not heal")
+        if self._group_world_size > 1 and (quorum.heal_failed or quorum.blank):
+            return Stance(False, Act.BLANK, f"{stance.reason}; other ranks of the group may have healed")
         return stance
 
     def agreed(self, act: Act, reason: str, *, own: bool, tail: Entry | None, readable: bool) -> Agreed:

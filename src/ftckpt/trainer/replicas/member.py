@@ -12,7 +12,7 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
 from ftckpt.domain.vote import Act, Role, Slot, Stance
-from ftckpt.errors import ConfigError, HealRefused, LogError
+from ftckpt.errors import ConfigError, FtckptError, HealRefused
 from ftckpt.trainer.replicas.acts import Agreed
 from ftckpt.trainer.replicas.base import NOWHERE, Callbacks, Outcome, Position
 from ftckpt.trainer.replicas.bounds import Bounds, Limits
@@ -106,7 +106,7 @@ class Member:
             else:
                 try:
                     self.now.tail = (self._callbacks.tail(), True)
-                except LogError as e:
+                except FtckptError as e:
                     self.now.tail = (self._callbacks.known_tail(), False)
                     self.tell(f"the log cannot be read: {e.what}")
         return self.now.tail
