@@ -63,6 +63,7 @@ class Runner:
     def run(self) -> Evidence:
         """All of it; whatever happens, everything that was started is ended."""
         began, calm, statuses = time.time(), 0.0, dict[str, int | None]()
+        self._disturbed = self._well_since = began
         self.plan.folder.mkdir(parents=True, exist_ok=True)
         if self.small_disk:
             (self.plan.folder / "root").mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ class Runner:
 
     def _faults(self) -> None:
         end = time.time() + self.seconds
-        self._well_since = time.time()
+        self._disturbed = self._well_since = time.time()
         for planned in self.faults:
             if time.time() > end or (self.most and self.done >= self.most) or not self._await(planned, end):
                 return
