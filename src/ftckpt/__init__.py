@@ -14,6 +14,8 @@ _LAZY = {
     "Outcome": "ftckpt.trainer.replicas.base",
     "digest_of": "ftckpt.trainer.digests",
     "load_model": "ftckpt.trainer.inference",
+    "ElasticLoader": "ftckpt.data.elastic",
+    "ElasticSampler": "ftckpt.data.sampler",
     "Every": "ftckpt.domain.policy",
     "AtSteps": "ftckpt.domain.policy",
     "AtEnd": "ftckpt.domain.policy",
@@ -25,6 +27,8 @@ _LAZY = {
 __all__ = sorted((*_LAZY, "__version__"))
 
 if TYPE_CHECKING:
+    from ftckpt.data.elastic import ElasticLoader as ElasticLoader
+    from ftckpt.data.sampler import ElasticSampler as ElasticSampler
     from ftckpt.domain.policy import AtEnd as AtEnd
     from ftckpt.domain.policy import AtSteps as AtSteps
     from ftckpt.domain.policy import Every as Every

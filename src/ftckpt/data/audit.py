@@ -22,6 +22,7 @@ from ftckpt.errors import Damaged, StoreError
 _FRAME = struct.Struct("<II")
 MAX_RECORD = 1 << 26
 SUFFIX = ".audit"
+FOLDER = "audit"  # under <root>/<job>, or where the root is no directory under the state directory
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True, tag="use/1"):
@@ -64,7 +65,7 @@ class AuditWriter:
     """One rank's audit file.
 
     A draw is noted when it is handed out, and written when the step's vote is about to be held, with the attempt's number;
-    a batch that is handed out again replaces the note of before.
+    the first batch of another step, or of the same step again, replaces the notes of before.
 
     Args:
         folder: ``<root>/<job>/audit``.
@@ -76,7 +77,6 @@ class AuditWriter:
         self.path = folder / f"{check_name('replica', replica)}-r{rank:05d}-{incarnation[:16]}{SUFFIX}"
         self._member, self._rank = member, rank
         self._noted: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._written = False
         self._fd = -1
 
     def open(self) -> None:
@@ -89,10 +89,10 @@ class AuditWriter:
                 f"the audit {self.path} cannot be written: {e}", todo="make the root writable, or train without the audit"
             ) from e
 
-    def draw(self, ordinal: int, epoch: int, ids: Sequence[int]) -> None:
-        """Note what a batch holds (``record`` of the feeds)."""
-        if self._written:
-            self._noted, self._written = {}, False
+    def draw(self, first: bool, ordinal: int, epoch: int, ids: Sequence[int]) -> None:
+        """Note what a batch holds (``record`` of the feeds); the first one of a step replaces all notes of before."""
+        if first:
+            self._noted = {}
         self._noted[ordinal, epoch] = tuple(map(int, ids))
 
     def voting(self, before: str, nonce: int) -> None:
@@ -104,11 +104,11 @@ class AuditWriter:
         """
         for (ordinal, epoch), ids in self._noted.items():
             self._write(Use(before, nonce, self._member, self._rank, ordinal, epoch, ids))
-        self._written = True
 
     def made(self, before: str, after: str, step: int, parts: Iterable[tuple[int, int]]) -> None:
         """A step was committed here (or, with no parts, an ``open`` was taken up); see ``Made``."""
         self._write(Made(before, after, step, tuple(parts)))
+        self._noted = {}  # a later step adds nothing unless it draws
 
     def close(self) -> None:
         """End the file."""

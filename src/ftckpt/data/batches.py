@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import ConfigError, DataError
 
+Record = Callable[[bool, int, int, Sequence[int]], None]
+"""Told of a batch that is about to be handed out: whether it is the first of its step, draw ordinal, epoch, sample ids."""
+
 
 class Held(NamedTuple):
     """A draw that may have to be handed out again."""
@@ -39,7 +42,7 @@ class BatchFeed(Iterator[Any]):
         ranks: ranks of the replica group that draw alike; samples are multiplied by it.
         after_seek: called after the loader was moved, before it is drawn from (to restore random streams).
         ids: sample ids of a batch, for ``record``.
-        record: told (draw ordinal, epoch, sample ids) before a batch is handed out (see ``data.audit``).
+        record: told (first of its step, draw ordinal, epoch, sample ids) before a batch is handed out (see ``data.audit``).
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class BatchFeed(Iterator[Any]):
         ranks: int = 1,
         after_seek: Callable[[], None] | None = None,
         ids: Callable[[Any], Sequence[int]] | None = None,
-        record: Callable[[int, int, Sequence[int]], None] | None = None,
+        record: Record | None = None,
     ) -> None:
         if draws_per_step < 1 or ranks < 1 or (epochs is not None and epochs < 0):
             raise ConfigError(f"draws_per_step={draws_per_step}, ranks={ranks}, epochs={epochs} cannot be", now="nothing was drawn")
@@ -95,7 +98,7 @@ class BatchFeed(Iterator[Any]):
         step = [h for h in self._held if self._base < h.ordinal <= held.ordinal]
         self._contribute(len(step), self._ranks * sum(h.samples for h in step))
         if self._ids is not None and self._record is not None:
-            self._record(held.ordinal, held.epoch, self._ids(held.batch))
+            self._record(len(step) == 1, held.ordinal, held.epoch, self._ids(held.batch))
         return held.batch
 
     def close(self) -> None:

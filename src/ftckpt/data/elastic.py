@@ -8,14 +8,16 @@ workers prefetch on the guess that the same replicas take part and that steps ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch.utils.data import DataLoader
 
+from ftckpt.data.batches import Record
 from ftckpt.data.sampler import ElasticSampler, Share
+from ftckpt.errors import ConfigError
 
 
 class Membership(Protocol):
@@ -32,18 +34,28 @@ class ElasticLoader:
     Args:
         dataset: map-style data set.
         sampler: the order. With ``micro_batch`` a step's batch is a list of batches.
-        ranks: ranks in the replica group.
-        own: this rank's number in the group.
+        ranks: parts that a replica group's slice is cut into; left out: its ranks. 1 where ranks need the same samples.
+        own: which of them this rank takes; left out: that of its number.
         options: passed to ``torch.utils.data.DataLoader`` (``num_workers``, ``collate_fn``, ``pin_memory`` ...).
     """
 
-    def __init__(self, dataset: Any, sampler: ElasticSampler, *, ranks: int = 1, own: int = 0, **options: Any) -> None:
-        self.sampler = sampler
+    is_ftckpt_loader = True
+
+    def __init__(self, dataset: Any, sampler: ElasticSampler, *, ranks: int | None = None, own: int | None = None, **options: Any) -> None:
+        if (ranks is None) != (own is None) or not 0 <= (own or 0) < (ranks or 1):
+            raise ConfigError(f"ElasticLoader(ranks={ranks}, own={own}) is not possible", todo="give both or neither; own is below ranks")
+        self.sampler, self._placed = sampler, ranks is not None
         options.setdefault("generator", torch.Generator().manual_seed(sampler.seed))  # leaves the global stream alone
-        self._ahead = _Ahead(sampler, ranks, own)
+        self._ahead = _Ahead(sampler, ranks or 1, own or 0)
         self._batches = DataLoader(dataset, batch_sampler=self._ahead, **options)
         self._fetching: Iterator[Any] | None = None
         self._last: tuple[tuple[tuple[int, ...], ...], list[Any]] = ((), [])
+
+    def place(self, ranks: int, own: int) -> None:
+        """Say which rank of which group this is, unless that was said when it was made."""
+        if not self._placed and (ranks, own) != self._ahead.place:
+            self._ahead.place = (ranks, own)
+            self.close()
 
     def take(self, position: int, rank: int | None, count: int) -> tuple[Any, Share] | None:
         """The batch of the step after ``position``, and what it is; None when the data are over.
@@ -95,13 +107,13 @@ class _Ahead:
     """
 
     def __init__(self, sampler: ElasticSampler, ranks: int, own: int) -> None:
-        self._sampler, self._ranks, self._own = sampler, ranks, own
+        self._sampler, self.place = sampler, (ranks, own)
         self.next = (0, 0, 1)  # position, rank and count of the next guess
         self.asked: deque[tuple[int, ...]] = deque()  # parts that were asked for, in order
 
     def share(self, position: int, rank: int, count: int) -> Share:
         """What this rank takes."""
-        return self._sampler.share(position, rank, count, self._ranks, self._own)
+        return self._sampler.share(position, rank, count, *self.place)
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -109,7 +121,7 @@ class _Ahead:
             parts = self.share(position, rank, count).parts
             if not parts:
                 return
-            self.next = (self._sampler.after(position, count, self._ranks), rank, count)
+            self.next = (self._sampler.after(position, count, self.place[0]), rank, count)
             self.asked.extend(parts)
             yield from map(list, parts)
 
@@ -123,7 +135,7 @@ class ElasticFeed(Iterator[Any]):
         members: membership of the step being made.
         contribute: told before a batch is handed out what the step contributes: draws (0 or 1), samples of the group.
         drawn: draws of this replica included in the state now (for ``record``).
-        record: told (draw ordinal, epoch, sample indices) before a batch is handed out (see ``data.audit``).
+        record: told (first of its step, draw ordinal, epoch, sample indices) before a batch is handed out (see ``data.audit``).
     """
 
     def __init__(
@@ -134,7 +146,7 @@ class ElasticFeed(Iterator[Any]):
         members: Membership,
         contribute: Callable[[int, int], None],
         drawn: Callable[[], int] = lambda: 0,
-        record: Callable[[int, int, Sequence[int]], None] | None = None,
+        record: Record | None = None,
     ) -> None:
         self._loader = loader
         self._position, self._members, self._contribute = position, members, contribute
@@ -143,6 +155,8 @@ class ElasticFeed(Iterator[Any]):
 
     def __next__(self) -> Any:
         """The next batch; ``share`` then says what it is. Raises StopIteration when the data are over."""
+        if self._loader.sampler.over(self._position()):
+            raise StopIteration  # before a quorum is asked for that nobody would vote in
         rank, count = self._members()
         got = self._loader.take(self._position(), rank, count)
         if got is None:
@@ -152,6 +166,6 @@ class ElasticFeed(Iterator[Any]):
         self._contribute(int(counts), self.share.samples)
         if counts and self._record is not None:
             pairs = list(zip(self.share.epochs, self.share.indices, strict=True))
-            for epoch in dict.fromkeys(self.share.epochs):
-                self._record(self._drawn() + 1, epoch, [i for e, i in pairs if e == epoch])
+            for n, epoch in enumerate(dict.fromkeys(self.share.epochs)):
+                self._record(n == 0, self._drawn() + 1, epoch, [i for e, i in pairs if e == epoch])
         return batch

@@ -114,6 +114,10 @@ class ElasticSampler:
         """The position after the step that ``count`` groups make from ``position``."""
         return self._window(position, count * ranks).end
 
+    def over(self, position: int) -> bool:
+        """Whether every epoch is consumed, whoever takes part."""
+        return self._epochs is not None and position >= self._epochs * self.length
+
     def _window(self, position: int, units: int) -> Window:
         size = self._all if self._all is not None else units * (self._each or 1)
         return window(position, size, epoch=self.length, drop_last=self._drop_last, epochs=self._epochs, least=units)

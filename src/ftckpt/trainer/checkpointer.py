@@ -328,17 +328,20 @@ class Checkpointer:
         return Resumer(self._store, self._log, self.settings.job, self.group, self._loader, self.replica, fence=fence)
 
     # ------------------------------------------------------------------ training
-    def batches(self, name: str = "loader", **options: Any) -> Iterator[Any]:
+    def batches(self, name: str = "loader", *, audit: bool = False, **options: Any) -> Iterator[Any]:
         """Batches of the registered loader, each draw exactly once in the trajectory: a batch whose step was not committed
-        comes again.
+        comes again. Of an ``ElasticLoader`` the iterator's ``share`` says what the batch is and how its loss is weighed.
 
         Args:
             name: the loader's name.
+            audit: record sample ids for ``ftckpt data audit``.
             options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...). ``ids``, a function that gives
-                a batch's sample ids, turns the audit on: see ``ftckpt data audit``.
+                a batch's sample ids, turns the audit on; an ``ElasticLoader`` knows them and takes none of these options.
         """
         self._need_resumed("batches()")
-        if "ids" in options:
+        if audit or "ids" in options:
+            if self._loaders.kind == "own" and "ids" not in options:
+                raise ConfigError("audit=True needs ids, a function that gives a batch's sample ids", todo="give ids=")
             self._ledger.open(self.settings, self.replica, self.group.rank)
             options.setdefault("record", self._ledger.draw)
         options.setdefault("ranks", self.group.world_size)
@@ -474,7 +477,6 @@ class Checkpointer:
         finally:
             arrived.release()
         size = arrived.image.table.image_bytes
-        self._loaders.restore(0, None)
         self._session.client.note(
             "healed",
             f"{size} bytes from {', '.join(arrived.sources)} in {arrived.seconds:.3f} s",

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ftckpt.data.batches import BatchFeed
+from ftckpt.data.elastic import ElasticFeed, ElasticLoader
 from ftckpt.errors import ConfigError
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
+
+_SHARED_ORDER = ("record", "ranks", "after_seek")  # options that may be there where the order is the job's and not the loader's
 
 
 class Loaders:
     """This rank's loader; one per job, since a generation binds one count of draws to each replica."""
 
     def __init__(self) -> None:
-        self._loader: Iterable[Any] | None = None
+        self._loader: Iterable[Any] | ElasticLoader | None = None
         self._name = ""
         self._drawn: deque[tuple[int, bytes]] = deque(maxlen=64)
         self._stored: tuple[int, bytes] | None = None
-        self.after_seek: Callable[[], None] | None = None
 
-    def add(self, name: str, loader: Iterable[Any]) -> None:
+    @property
+    def kind(self) -> str:
+        """What it is: "elastic" (the position is the shared state's), "own" (each rank has one), or "" without a loader."""
+        return "" if self._loader is None else "elastic" if isinstance(self._loader, ElasticLoader) else "own"
+
+    def add(self, name: str, loader: Iterable[Any] | ElasticLoader) -> None:
         """Register it.
 
         Raises:
@@ -38,7 +45,6 @@ class Loaders:
 
     def restore(self, ordinal: int, state: bytes | None) -> None:
         """A position from a generation's cursor: the loader's state after ``ordinal`` draws."""
-        self._drawn.clear()
         self._stored = (ordinal, state) if state is not None and state != b"null" else None
 
     def position(self, count: int) -> tuple[int, bytes | None]:
@@ -50,12 +56,35 @@ class Loaders:
         """Batches of the loader, each draw once in the trajectory.
 
         Raises:
-            ConfigError: no loader of that name is registered.
+            ConfigError: no loader of that name is registered, or an option does not fit it.
         """
         if self._loader is None or name != self._name:
             raise ConfigError(f"no loader {name!r} is registered", todo=f"register it: ckpt.register({name}=loader)")
+        if isinstance(self._loader, ElasticLoader):
+            return self._shared(self._loader, session, replica, options)
+        return self._own(self._loader, session, replica, options)
 
+    def _shared(self, loader: ElasticLoader, session: Session, replica: Replica, options: dict[str, Any]) -> ElasticFeed:
+        config = session.client.config
+        loader.place(config.group_world_size, config.rank)
+        if strange := sorted(options.keys() - set(_SHARED_ORDER)):
+            raise ConfigError(
+                f"batches() of an ElasticLoader takes no {', '.join(strange)}",
+                todo="give epochs and micro_batch to its ElasticSampler, and audit=True instead of ids",
+            )
+        return ElasticFeed(
+            loader,
+            position=lambda: replica.samples,
+            members=replica.members,
+            contribute=replica.contribute,
+            drawn=lambda: _included(replica),
+            record=options.get("record"),
+        )
+
+    def _own(self, loader: Iterable[Any], session: Session, replica: Replica, options: dict[str, Any]) -> BatchFeed:
         def journal(ordinal: int, state: bytes) -> None:
+            while self._drawn and self._drawn[-1][0] >= ordinal:  # those steps are being done again
+                self._drawn.pop()
             self._drawn.append((ordinal, state))
             session.client.draw(ordinal, state)
 
@@ -67,11 +96,14 @@ class Loaders:
             best = max(([here] if here[1] is not None else []) + ([there] if there else []), key=lambda d: d[0], default=None)
             return (best[0], best[1]) if best is not None and best[1] is not None else None
 
-        return BatchFeed(
-            self._loader,
-            journal=journal,
-            recall=recall,
-            position=lambda: replica.counts.get(replica.member, 0),
-            contribute=replica.contribute,
-            **options,
-        )
+        def position() -> int:
+            if replica.heals_first:
+                replica.members()
+            return -1 if replica.blank else _included(replica)
+
+        return BatchFeed(loader, journal=journal, recall=recall, position=position, contribute=replica.contribute, **options)
+
+
+def _included(replica: Replica) -> int:
+    """Draws of this replica that are included in the live state."""
+    return replica.counts.get(replica.member, 0)

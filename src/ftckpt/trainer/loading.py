@@ -114,7 +114,7 @@ class GenerationLoader:
         return ()
 
     def _check_ranks(self, cursor: Cursor | None, generation: OpenGeneration, replica: Replica, options: LoadOptions) -> None:
-        if cursor is None or options.restart_data or cursor.group_world_size == self._group.world_size:
+        if cursor is None or self._loaders.kind != "own" or options.restart_data or cursor.group_world_size == self._group.world_size:
             return
         raise DataError(
             f"step {generation.manifest.step}: replica {replica.replica} had {cursor.group_world_size} ranks, now it has {self._group.world_size}; "

@@ -7,11 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from ftckpt.config import Settings
-from ftckpt.data.audit import AuditWriter
+from ftckpt.data.audit import FOLDER, AuditWriter
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.wiring import root_path
-
-FOLDER = "audit"
 
 
 class SampleLedger:
@@ -33,10 +31,10 @@ class SampleLedger:
         for before, after in pairwise(opens):  # ``open`` entries since the state that was loaded
             writer.made(before, after, now.step, ())
 
-    def draw(self, ordinal: int, epoch: int, ids: Sequence[int]) -> None:
+    def draw(self, first: bool, ordinal: int, epoch: int, ids: Sequence[int]) -> None:
         """A batch is handed out."""
         if self._writer is not None:
-            self._writer.draw(ordinal, epoch, ids)
+            self._writer.draw(first, ordinal, epoch, ids)
 
     def voting(self, before: str, nonce: int) -> None:
         """This replica contributes to the vote that is about to be held."""

@@ -23,7 +23,7 @@ def use(before: str, nonce: int, *ids: int, member: int = 1, ordinal: int = 1, e
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     with AuditWriter(tmp_path / "audit", "r0", 7, 1, "abc") as audit:
-        audit.draw(1, 0, [3, 4])
+        audit.draw(True, 1, 0, [3, 4])
         audit.voting("h0", 11)
         audit.made("h0", "h1", 1, [(7, 11)])
     assert read_audit(tmp_path / "audit") == ([Use("h0", 11, 7, 1, 1, 0, (3, 4))], [Made("h0", "h1", 1, ((7, 11),))])
@@ -31,21 +31,39 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_batch_handed_out_again_is_written_for_its_new_attempt_only(tmp_path: Path) -> None:
     with AuditWriter(tmp_path, "r0", 7, 0, "abc") as audit:
-        audit.draw(1, 0, [3])
-        audit.draw(1, 0, [3])
+        audit.draw(True, 1, 0, [3])
+        audit.draw(True, 1, 0, [3])
         audit.voting("h0", 11)
-        audit.draw(1, 0, [3])
+        audit.draw(True, 1, 0, [3])
         audit.voting("h0", 12)
     assert [(u.nonce, u.ids) for u in read_audit(tmp_path)[0]] == [(11, (3,)), (12, (3,))]
 
 
 def test_several_draws_of_a_step_are_written_together(tmp_path: Path) -> None:
     with AuditWriter(tmp_path, "r0", 7, 0, "abc") as audit:
-        audit.draw(1, 0, [3])
-        audit.draw(2, 0, [4])
-        audit.draw(2, 1, [0])
+        audit.draw(True, 1, 0, [3])
+        audit.draw(False, 2, 0, [4])
+        audit.draw(False, 2, 1, [0])
         audit.voting("h0", 11)
     assert [(u.ordinal, u.epoch, u.ids) for u in read_audit(tmp_path)[0]] == [(1, 0, (3,)), (2, 0, (4,)), (2, 1, (0,))]
+
+
+@pytest.mark.covers("F49", "I12")
+def test_batch_drawn_for_a_state_that_was_replaced_before_its_vote_is_not_written(tmp_path: Path) -> None:
+    with AuditWriter(tmp_path, "r0", 7, 0, "abc") as audit:
+        audit.draw(True, 6, 0, [30])  # then it healed: no vote with that batch
+        audit.draw(True, 10, 0, [50])
+        audit.voting("h0", 11)
+    assert [(u.ordinal, u.ids) for u in read_audit(tmp_path)[0]] == [(10, (50,))]
+
+
+def test_step_that_draws_nothing_writes_nothing(tmp_path: Path) -> None:
+    with AuditWriter(tmp_path, "r0", 7, 0, "abc") as audit:
+        audit.draw(True, 1, 0, [3])
+        audit.voting("h0", 11)
+        audit.made("h0", "h1", 1, [(7, 11)])
+        audit.voting("h1", 12)
+    assert [u.nonce for u in read_audit(tmp_path)[0]] == [11]
 
 
 def test_records_outlive_sigkill(tmp_path: Path) -> None:
@@ -53,7 +71,7 @@ def test_records_outlive_sigkill(tmp_path: Path) -> None:
         "import sys, time, pathlib\n"
         "from ftckpt.data.audit import AuditWriter\n"
         f"a = AuditWriter(pathlib.Path({str(tmp_path)!r}), 'r0', 7, 0, 'abc'); a.open()\n"
-        "a.draw(1, 0, [3]); a.voting('h0', 11); print('done', flush=True); time.sleep(60)\n"
+        "a.draw(True, 1, 0, [3]); a.voting('h0', 11); print('done', flush=True); time.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -67,7 +85,7 @@ def test_records_outlive_sigkill(tmp_path: Path) -> None:
 def test_torn_end_is_left_out(tmp_path: Path, cut: int) -> None:
     with AuditWriter(tmp_path, "r0", 7, 0, "abc") as audit:
         for nonce in (1, 2):
-            audit.draw(1, 0, [3, 4, 5])
+            audit.draw(True, 1, 0, [3, 4, 5])
             audit.voting("h0", nonce)
     audit.path.write_bytes(audit.path.read_bytes()[:-cut])
     assert [u.nonce for u in read_audit(tmp_path)[0]] == [1]

@@ -181,7 +181,7 @@ def test_feed_tells_what_counts_and_records_it() -> None:
         position=lambda: state["samples"],
         members=lambda: (state["rank"] if state["rank"] >= 0 else None, 2),
         contribute=lambda draws, samples: told.append((draws, samples)),
-        record=lambda ordinal, epoch, ids: told.append((ordinal, epoch, list(ids))),
+        record=lambda first, ordinal, epoch, ids: told.append((ordinal, epoch, list(ids))),
     )
     assert next(feed).tolist() == [0, 1]
     state |= {"samples": 4}
