@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from ftckpt.domain.names import check_name
+from ftckpt.domain.names import check_name, member_id
 from ftckpt.errors import Damaged, StoreError
 
 _FRAME = struct.Struct("<II")
@@ -167,6 +167,7 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         once: consumed exactly once. ``repeated``: more than once. ``missing``: not at all (of those that are known to exist).
         over: a later epoch has begun, so that nothing may be missing.
+        orphaned: used in steps off this trajectory and not consumed on it: lost work that is to be done again.
     """
 
     epoch: int
@@ -174,6 +175,7 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
     repeated: tuple[tuple[int, int], ...]
     missing: tuple[tuple[int, int], ...]
     over: bool
+    orphaned: tuple[tuple[int, int], ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -233,21 +235,45 @@ def judge_audit(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: 
             for use in found.values():
                 consumed.setdefault(use.epoch, Counter()).update(use.ids)
     everything = set(ids) or {i for use in uses for i in use.ids}
-    orphaned = {
-        (use.member, use.ordinal)
-        for key, group in by_attempt.items()
-        if key not in included
-        for use in group
-        if any(i not in consumed.get(use.epoch, ()) for i in use.ids)
-    }
+    lost: dict[int, set[int]] = {}
+    orphaned = set()
+    for use in (u for key, group in by_attempt.items() if key not in included for u in group):
+        if gone := set(use.ids) - consumed.get(use.epoch, Counter()).keys():
+            orphaned.add((use.member, use.ordinal))
+            lost.setdefault(use.epoch, set()).update(gone)
     return AuditReport(
         steps=sum(1 for link in chain if link.parts),
         whole=(chain[0].before if chain else newest) == origin,
         since=(chain[0].step - bool(chain[0].parts)) if chain else 0,
-        epochs=tuple(_epoch(e, consumed[e], everything, e < max(consumed)) for e in sorted(consumed)),
+        epochs=tuple(
+            _epoch(e, consumed.get(e, Counter()), everything, e < max(consumed, default=0), lost.get(e, set()))
+            for e in sorted({*consumed, *lost})
+        ),
         unrecorded=tuple(unrecorded),
         orphaned=tuple(sorted(orphaned)),
     )
+
+
+def judge_each(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: str) -> dict[int, AuditReport]:
+    """Judge each replica by itself, by its number: for loaders of their own, whose epochs do not begin together.
+
+    Args:
+        uses, made, newest, origin: as for ``judge_audit``.
+    """
+    uses, made = list(uses), list(made)
+    members = sorted({u.member for u in uses} | {member for link in made for member, _ in link.parts})
+
+    def alone(member: int) -> AuditReport:
+        links = [msgspec.structs.replace(m, parts=tuple(p for p in m.parts if p[0] == member)) for m in made]
+        return judge_audit([u for u in uses if u.member == member], links, newest, origin)
+
+    return {member: alone(member) for member in members}
+
+
+def replica_names(folder: Path) -> dict[int, str]:
+    """Names of the replicas that have records in a folder, by their numbers."""
+    names = {path.name.rsplit("-r", 1)[0] for path in folder.glob(f"*{SUFFIX}")}
+    return {member_id(name): name for name in names}
 
 
 def ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -261,6 +287,11 @@ def ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
+def amount(of: Iterable[tuple[int, int]]) -> int:
+    """How many numbers ranges hold."""
+    return sum(last - first + 1 for first, last in of)
+
+
 def _chain(made: Iterable[Made], newest: str) -> list[Made]:
     """The links that lead to a state, oldest first."""
     by_after = {link.after: link for link in made}
@@ -271,11 +302,12 @@ def _chain(made: Iterable[Made], newest: str) -> list[Made]:
     return chain[::-1]
 
 
-def _epoch(epoch: int, counts: Counter[int], everything: set[int], over: bool) -> EpochAudit:
+def _epoch(epoch: int, counts: Counter[int], everything: set[int], over: bool, lost: set[int]) -> EpochAudit:
     return EpochAudit(
         epoch=epoch,
         once=ranges(i for i, n in counts.items() if n == 1),
         repeated=ranges(i for i, n in counts.items() if n > 1),
         missing=ranges(everything - counts.keys()),
         over=over,
+        orphaned=ranges(lost),
     )

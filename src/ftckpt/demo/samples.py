@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ftckpt.data.audit import judge_audit, read_audit
+from ftckpt.data.audit import FOLDER, amount, judge_each, read_audit
 from ftckpt.demo.scenario import JOB, Scenario
-from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import genesis
 
 
@@ -37,18 +36,15 @@ class SampleCount(msgspec.Struct, frozen=True, kw_only=True):
 
 def count_samples(s: Scenario) -> SampleCount:
     """Judge each replica's own share along the trajectory of the newest generation."""
-    uses, made = read_audit(s.plan.folder / "root" / JOB / "audit")
+    uses, made = read_audit(s.plan.folder / "root" / JOB / FOLDER)
     tail = max(s.entries(fresh=True), key=lambda e: e.index)
-    consumed = repeated = skipped = unrecorded = steps = 0
-    whole = True
-    for replica in range(s.plan.replicas):
-        own = member_id(f"replica{replica}")
-        links = [msgspec.structs.replace(m, parts=tuple(p for p in m.parts if p[0] == own)) for m in made]
-        report = judge_audit([u for u in uses if u.member == own], links, tail.trajectory, genesis(JOB).h)
-        consumed += sum(last - first + 1 for e in report.epochs for first, last in (*e.once, *e.repeated))
-        repeated += sum(last - first + 1 for e in report.epochs for first, last in e.repeated)
-        skipped += sum(last - first + 1 for e in report.epochs if e.over for first, last in e.missing)
-        unrecorded += len(report.unrecorded)
-        whole = whole and report.whole
-        steps = max(steps, report.steps)
-    return SampleCount(consumed=consumed, repeated=repeated, skipped=skipped, steps=steps, whole=whole, unrecorded=unrecorded)
+    reports = list(judge_each(uses, made, tail.trajectory, genesis(JOB).h).values())
+    epochs = [e for report in reports for e in report.epochs]
+    return SampleCount(
+        consumed=sum(amount(e.once) + amount(e.repeated) for e in epochs),
+        repeated=sum(amount(e.repeated) for e in epochs),
+        skipped=sum(amount(e.missing) for e in epochs if e.over),
+        steps=max((report.steps for report in reports), default=0),
+        whole=all(report.whole for report in reports),
+        unrecorded=sum(len(report.unrecorded) for report in reports),
+    )
