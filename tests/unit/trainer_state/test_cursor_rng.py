@@ -112,6 +112,7 @@ def test_a_state_that_the_cursor_lacks_is_an_error_and_changes_nothing():
 def test_a_changed_document_is_damage_and_the_streams_are_as_before(change):
     doc = msgspec.json.decode(capture_cursor(StateRegistry(), None))
     change(doc)
+    draws(1)
     before = capture_rng()
     with pytest.raises(Damaged):
         restore_cursor(msgspec.json.encode(doc), StateRegistry())
@@ -119,6 +120,7 @@ def test_a_changed_document_is_damage_and_the_streams_are_as_before(change):
     assert after["python"] == before["python"]
     assert after["torch"] == before["torch"]
     assert after["numpy"]["state"]["pos"] == before["numpy"]["state"]["pos"]
+    assert after["numpy"]["state"]["key"].tobytes() == before["numpy"]["state"]["key"].tobytes()
     with pytest.raises(Damaged):
         restore_cursor(b"\x80\x04N.", StateRegistry())
 

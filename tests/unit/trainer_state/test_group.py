@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from ftckpt.errors import ConfigError, DeadlineExceeded, Mismatch, PeerError
+from ftckpt.trainer.addresses import Addresses
 from ftckpt.trainer.group import Group
 
 
@@ -134,3 +135,39 @@ def test_without_a_launcher_store_rank_0_hosts_one_that_init_process_group_can_s
 def test_impossible_groups_cannot_be_built(args):
     with pytest.raises(ConfigError):
         Group(*args)
+
+
+def test_addresses_are_given_once_all_ranks_have_told_theirs_and_follow_changes(server):
+    zero, one = (Addresses(group) for group in opened(server, 2))
+    zero.tell("http://h0:1")
+    zero.tell("http://h0:1")
+    assert zero.all() == ""
+    one.tell("")
+    assert zero.all() == ""
+    one.tell("http://h1:2")
+    assert zero.all() == "http://h0:1 http://h1:2"
+    one.tell("http://h1:3")  # a new agent after the old one's death
+    assert zero.all() == "http://h0:1 http://h1:3"
+
+
+def test_addresses_of_one_rank_need_no_store():
+    alone = Addresses(Group().open())
+    alone.tell("http://h:1")
+    assert alone.all() == "http://h:1"
+
+
+def test_a_lost_store_does_not_stop_the_telling_of_addresses(server):
+    zero, one = opened(server, 2)
+    told = Addresses(zero)
+    told.tell("http://h0:1")
+    Addresses(one).tell("http://h1:2")
+    assert told.all() == "http://h0:1 http://h1:2"
+    zero.close()
+    told.tell("http://h0:9")
+    assert told.all() == "http://h0:1 http://h1:2"
+
+
+def opened(server, size):
+    groups = [Group(rank, size, client(server), 10.0) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda g: g.open(), groups))
