@@ -1,0 +1,147 @@
+"""Weights in a directory of ``torch.distributed.checkpoint``, read without running its metadata, which is a pickle.
+
+Only when the user names the format. Tensors are read with ``weights_only=True``; values that are no tensors are left out.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from ftckpt.errors import ConfigError, Damaged, NotFound
+from ftckpt.interop import inert
+from ftckpt.interop.weights import Kind
+
+METADATA = ".metadata"
+_META, _FILES = "torch.distributed.checkpoint.metadata.", "torch.distributed.checkpoint.filesystem."
+_DTYPES = {f"torch.{name}": dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}
+_ALLOWED = frozenset(
+    {f"{_META}{n}" for n in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")}
+    | {f"{_META}{n}" for n in ("TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta")}
+    | {f"{_FILES}{n}" for n in ("_StorageInfo", "_StoragePrefix")}
+    | {"torch.Size", "torch.serialization._get_layout", "torch._utils._get_layout", "torch.strided"}
+    | {"pathlib.PosixPath", "pathlib.Path", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "collections.OrderedDict"}
+    | set(_DTYPES)
+)
+
+
+class _Chunk(NamedTuple):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class DcpWeights:
+    """Tensors of a DCP directory.
+
+    Args:
+        path: the directory, with its ``.metadata``.
+        key: take what is under this key path only (``"model"``), without it in the names.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], key: str | Sequence[str] = ()) -> None:
+        self.where = os.fspath(path)
+        self._prefix = ".".join([key] if isinstance(key, str) and key else [*key])
+        self._tensors: dict[str, tuple[Kind, list[_Chunk]]] = {}
+
+    def __enter__(self) -> Self:
+        """Read the metadata.
+
+        Raises:
+            NotFound: there is none. Damaged: it has anything but metadata in it, or points outside the directory.
+            ConfigError: no tensor is under the key.
+        """
+        file = Path(self.where) / METADATA
+        if not file.is_file():
+            raise NotFound(f"{self.where} has no {METADATA}", todo="name a directory that dcp.save wrote")
+        self._tensors = _tensors(inert.read(file.read_bytes(), _ALLOWED, str(file)), str(file))
+        if self._prefix:
+            start = self._prefix + "."
+            have = sorted({name.partition(".")[0] for name in self._tensors})
+            self._tensors = {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
+            if not self._tensors:
+                raise ConfigError(f"{self.where} has no tensor under {self._prefix}", todo=f"at its top it has {', '.join(have)}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._tensors.clear()
+
+    def kinds(self) -> Mapping[str, Kind]:
+        """All names with what they are."""
+        return {name: kind for name, (kind, _) in self._tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, put together from its chunks.
+
+        Raises:
+            Damaged: a chunk cannot be read, or is not what the metadata says.
+        """
+        kind, chunks = self._tensors[name]
+        found = [self._chunk(name, kind, chunk) for chunk in chunks]
+        if len(chunks) == 1 and chunks[0].sizes == kind.shape:
+            return found[0]
+        whole = torch.empty(kind.shape, dtype=kind.dtype)
+        have = 0
+        for chunk, tensor in zip(chunks, found, strict=True):
+            part = whole
+            for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                part = part.narrow(dim, start, size)
+            part.copy_(tensor)
+            have += tensor.numel()
+        if have != whole.numel():
+            raise Damaged(f"{self.where}: {name} has {have} of {whole.numel()} elements in its chunks", todo="give another checkpoint")
+        return whole
+
+    def _chunk(self, name: str, kind: Kind, chunk: _Chunk) -> torch.Tensor:
+        try:
+            with open(Path(self.where) / chunk.file, "rb") as file:
+                file.seek(chunk.begin)
+                data = file.read(chunk.length)
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as e:  # torch raises what it likes for bytes that it does not trust
+            raise Damaged(
+                f"{self.where}/{chunk.file}: {name} cannot be read: {type(e).__name__}: {str(e)[:300]}", now="nothing in it was run"
+            ) from e
+        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (kind.dtype, chunk.sizes):
+            raise Damaged(f"{self.where}/{chunk.file}: {name} is not what {METADATA} says", todo="give another checkpoint")
+        return tensor
+
+
+def _tensors(metadata: Any, where: str) -> dict[str, tuple[Kind, list[_Chunk]]]:
+    """Tensors of a ``Metadata`` with the places of their chunks."""
+    try:
+        places: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for index, info in metadata.get("storage_data").items():
+            offset = index.get("offset")
+            places[index.get("fqn"), _size(offset) if offset is not None else ()] = info
+        found: dict[str, tuple[Kind, list[_Chunk]]] = {}
+        for name, entry in metadata.get("state_dict_metadata").items():
+            if entry.name == f"{_META}TensorStorageMetadata":
+                kind = Kind(_DTYPES[entry.get("properties").state[0]], _size(entry.get("size")))
+                boxes = [(_size(c.get("offsets")), _size(c.get("sizes"))) for c in entry.get("chunks")]
+                found[name] = (kind, [_place(places[name, offsets], offsets, sizes, where) for offsets, sizes in boxes])
+        return found
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as e:
+        raise Damaged(f"{where} is no metadata that this release understands: {type(e).__name__}: {e}", now="nothing in it was run") from e
+
+
+def _place(info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...], where: str) -> _Chunk:
+    file, begin, length = info.get("relative_path"), int(info.get("offset")), int(info.get("length"))
+    if file != os.path.basename(file) or file in ("", ".", ".."):
+        raise Damaged(f"{where} points to {file!r}, outside the directory", now="nothing was read", todo="do not trust this file")
+    if info.get("transform_descriptors"):
+        raise Damaged(f"{where} has transformed (compressed) data, which this release does not read", now="nothing was read")
+    return _Chunk(offsets, sizes, file, begin, length)
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """A ``torch.Size`` in the stream."""
+    return tuple(int(n) for n in (value.args[0] if isinstance(value, inert.Made) and value.args else ()))

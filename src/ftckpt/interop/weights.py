@@ -1,0 +1,133 @@
+"""Weights from other people's files into a live model, tensor by tensor, each rank its own slices; must not know file formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+import msgspec
+import torch
+from torch import nn
+
+from ftckpt.errors import Mismatch
+from ftckpt.interop.adapter import Adapter
+from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
+from ftckpt.trainer.loading_plan import raise_all
+from ftckpt.trainer.naming import Live, local_of, memory_key, scan_module
+from ftckpt.trainer.report import StateReport, Strictness
+from ftckpt.trainer.states import StateRegistry
+
+
+class Kind(NamedTuple):
+    """A tensor of a file: its dtype and shape."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Weights(Protocol):
+    """Named tensors of one or more files. Used with ``with``; tensors must not be changed, nor used after it."""
+
+    where: str
+
+    def kinds(self) -> Mapping[str, Kind]:
+        """All names with what they are."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor on the CPU. Raises Damaged."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class _Fill(NamedTuple):
+    live: Live
+    parts: tuple[str, ...]
+
+
+def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, strict: Strictness = "exact") -> StateReport:
+    """Load a model's tensors in place. What does not fit is raised at once, before anything was changed (what an adapter's
+    ``join`` returns is only known on the way: then tensors before it are loaded already, and the error says so).
+
+    Args:
+        model: parameters may be sharded.
+        adapter: names and values; the same names when left out.
+        strict: as for ``load_model``. Missing is what has no other name for the same memory that was loaded.
+
+    Raises:
+        Mismatch: lists every missing, unexpected, misshaped or differently typed key. Damaged: a file cannot be read.
+    """
+    adapter = adapter or Adapter()
+    states = StateRegistry()
+    scan = scan_module(states.add("model", model, kind="module"))
+    there = weights.kinds()
+    report = StateReport(name="model", source=weights.where)
+    problems: list[str] = []
+    fills: list[_Fill] = []
+    used: set[str] = set()
+    memory: set[object] = set()
+    absent: list[tuple[str, Live, list[str]]] = []
+    for key, live in scan.tensors.items():
+        parts = tuple(adapter.parts(key, there))
+        lacking = [part for part in parts if part not in there]
+        used.update(parts)
+        if not parts or lacking:
+            absent.append((key, live, lacking))
+            continue
+        memory.add(memory_key(live.tensor))
+        fills.append(_Fill(live, parts))
+        if type(adapter).join is Adapter.join:
+            problems += _misfit(key, live.tensor, there[parts[0]], strict, report)
+        if live.tensor.is_meta or is_lazy(live.tensor) or live.role == "computed":
+            problems.append(f"{key} has no memory of its own here (meta device, lazy, or computed by state_dict)")
+    report.missing += [key for key, live, _ in absent if memory_key(live.tensor) not in memory]
+    report.unexpected += sorted(there.keys() - used)
+    report.notes += [f"{key} is not a tensor and was left as it is" for key in scan.extras]
+    if "lenient" not in strict:
+        gone = {key: lacking for key, _, lacking in absent}
+        problems += [f"{key} is missing in the files{_named(key, gone[key])}" for key in report.missing]
+        problems += [f"{name} is in the files but unexpected here" for name in report.unexpected]
+    raise_all(problems)
+    with torch.no_grad():
+        for done, (live, parts) in enumerate(fills):
+            value = adapter.join(live.key, [weights.read(part) for part in parts])
+            late = _misfit(live.key, live.tensor, Kind(value.dtype, tuple(value.shape)), strict, report)
+            if late:
+                raise Mismatch(
+                    "; ".join(late), now=f"{done} of {len(fills)} tensors were loaded: do not use the model", todo="correct the adapter"
+                )
+            _copy(live.tensor, value, live.key)
+            report.loaded += 1
+    report.cast = sorted(set(report.cast))
+    return report
+
+
+def _named(key: str, lacking: list[str]) -> str:
+    return f" (as {', '.join(lacking)})" if lacking and lacking != [key] else ""
+
+
+def _misfit(key: str, tensor: torch.Tensor, kind: Kind, strict: Strictness, report: StateReport) -> list[str]:
+    if tuple(tensor.shape) != kind.shape:
+        return [f"{key} has shape {tuple(tensor.shape)}, in the files it is {kind.shape}"]
+    if tensor.dtype == kind.dtype:
+        return []
+    if "cast" not in strict:
+        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} (strict='cast' would convert)"]
+    report.cast.append(key)
+    return []
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor, key: str) -> None:
+    local = local_of(tensor)
+    for box in held(tensor, key).boxes:
+        part = value
+        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            if size != value.shape[dim]:
+                part = part.narrow(dim, start, size)
+        box_view(local, box).copy_(part)
+
+
+def named(report: StateReport, state: str) -> StateReport:
+    """A report under a state's name."""
+    return msgspec.structs.replace(report, name=state)

@@ -1,0 +1,166 @@
+"""Files of torch.save and directories of dcp.save: read as plain weights, and nothing in them runs."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_net import Net
+from saved_jobs import equal
+from torch import nn
+
+from ftckpt import errors
+from ftckpt.interop import inert
+from ftckpt.interop.dcp_files import DcpWeights
+from ftckpt.interop.torchfile import TorchFileWeights
+from ftckpt.interop.weights import fill
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.write_text, (self.path, "it ran"))
+
+
+@pytest.mark.covers("B15", "A9")
+@pytest.mark.parametrize("key", ["", "model", "state.model", ("state", "model")])
+def test_weights_of_a_pt_file_under_a_key_path(tmp_path, key):
+    torch.manual_seed(0)
+    source, live = Net(), Net()
+    content = source.state_dict()
+    for step in reversed([key] if isinstance(key, str) and "." not in key and key else [] if key == "" else ["state", "model"]):
+        content = {step: content, "epoch": 3}
+    torch.save(content, tmp_path / "w.pt")
+    with TorchFileWeights(tmp_path / "w.pt", key) as weights:
+        fill(live, weights)
+    assert equal(live.state_dict(), source.state_dict())
+
+
+@pytest.mark.covers("B15")
+def test_a_pt_file_of_the_old_format_and_without_the_key(tmp_path):
+    torch.save({"model": Net().state_dict(), "epoch": 1}, tmp_path / "w.pt", _use_new_zipfile_serialization=False)
+    with TorchFileWeights(tmp_path / "w.pt", "model") as weights:
+        fill(Net(), weights)
+    for key, word in (("", "model, epoch; name the right one"), ("ema", "its keys there are: model, epoch"), ("epoch.x", r"epoch\.x")):
+        with pytest.raises(errors.ConfigError, match=word), TorchFileWeights(tmp_path / "w.pt", key):
+            pass
+    with pytest.raises(errors.NotFound), TorchFileWeights(tmp_path / "none.pt"):
+        pass
+
+
+@pytest.mark.covers("F74", "I10", "B15")
+@pytest.mark.parametrize("new", [True, False])
+def test_a_canary_in_a_pt_file_does_not_run(tmp_path, new):
+    torch.save({"model": {"w": torch.ones(1)}, "x": Canary(tmp_path / "canary")}, tmp_path / "w.pt", _use_new_zipfile_serialization=new)
+    with pytest.raises(errors.Damaged, match="cannot be read as plain weights"), TorchFileWeights(tmp_path / "w.pt", "model"):
+        pass
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """What dcp.save writes with one process."""
+    torch.manual_seed(4)
+    model = Net()
+    state = {"model": model.state_dict(), "other": {"half": torch.ones(3).bfloat16(), "empty": torch.zeros(0, 4)}, "epoch": 3}
+    place = tmp_path_factory.mktemp("dcp") / "one"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=place, no_dist=True)
+    return place, model
+
+
+@pytest.mark.covers("A9")
+def test_weights_of_a_dcp_directory(directory):
+    place, model = directory
+    live = Net()
+    with DcpWeights(place, "model") as weights:
+        fill(live, weights)
+    assert equal(live.state_dict(), model.state_dict())
+    with DcpWeights(place) as weights:
+        assert weights.read("other.half").tolist() == [1, 1, 1]
+        assert weights.read("other.empty").shape == (0, 4)
+        assert "epoch" not in weights.kinds()
+    with pytest.raises(errors.ConfigError, match="model, other"), DcpWeights(place, "ema"):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.covers("A9")
+def test_weights_that_two_sharded_ranks_saved_with_dcp(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("dcp_worker.py")), "save"]
+    started = [subprocess.Popen([*command, str(r), "2", port, str(tmp_path / "dcp"), str(tmp_path / "out")]) for r in range(2)]
+    try:
+        assert [p.wait(100) for p in started] == [0, 0]
+    finally:
+        for p in started:
+            p.kill()
+    expected = torch.load(tmp_path / "out-0.pt", weights_only=True)
+    live = Net()
+    with DcpWeights(tmp_path / "dcp", "model") as weights:
+        assert len(weights._tensors["up.weight"][1]) == 2
+        fill(live, weights)
+    assert equal(live.state_dict(), {k.removeprefix("model."): v for k, v in expected.items() if k.startswith("model.")})
+
+
+@pytest.mark.covers("F74", "I10")
+def test_a_canary_in_a_dcp_directory_does_not_run(directory, tmp_path):
+    import io
+    import pickle
+
+    place, _ = directory
+    shutil.copytree(place, tmp_path / "dcp")
+    for protocol in range(6):
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps({"x": Canary(tmp_path / "canary")}, protocol))
+        with pytest.raises(errors.Damaged, match=r"metadata"), DcpWeights(tmp_path / "dcp"):
+            pass
+    shutil.copy(place / ".metadata", tmp_path / "dcp" / ".metadata")
+    data = tmp_path / "dcp" / "__0_0.distcp"
+    buffer = io.BytesIO()
+    torch.save(Canary(tmp_path / "canary"), buffer)
+    data.write_bytes(buffer.getvalue() * (data.stat().st_size // len(buffer.getvalue()) + 2))
+    with DcpWeights(tmp_path / "dcp") as weights:
+        for name in weights.kinds():
+            with pytest.raises(errors.Damaged):
+                weights.read(name)
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.covers("I10")
+def test_a_path_that_leaves_the_directory_is_refused(directory, tmp_path):
+    place, _ = directory
+    shutil.copytree(place, tmp_path / "dcp")
+    meta = tmp_path / "dcp" / ".metadata"
+    meta.write_bytes(meta.read_bytes().replace(b"__0_0.distcp", b"../etc/passw"))
+    with pytest.raises(errors.Damaged, match="outside the directory"), DcpWeights(tmp_path / "dcp"):
+        pass
+
+
+def test_the_inert_reader_makes_no_object_and_refuses_what_is_not_listed():
+    import pickle
+
+    made = inert.read(pickle.dumps(torch.Size([2, 3])), {"torch.Size"}, "x")
+    assert isinstance(made, inert.Made)
+    assert made.args == ((2, 3),)
+    for value in (nn.Linear(1, 1), print, Path("x"), {1: {2, 3}, "k": [b"x", 1.5, None, True, 2**80]}):
+        data = pickle.dumps(value)
+        if isinstance(value, dict):
+            assert inert.read(data, (), "x") == value
+        else:
+            with pytest.raises(errors.Damaged, match="may not be in it"):
+                inert.read(data, (), "x")
+    for broken in (b"", b"\x80\x04", b"\x80\x04K\x01", b"(((", b"R.", b"0.", pickle.dumps([1, 2])[:-3]):
+        with pytest.raises(errors.Damaged):
+            inert.read(broken, (), "x")
