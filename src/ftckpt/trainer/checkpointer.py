@@ -20,6 +20,7 @@ from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer import exiting
+from ftckpt.trainer.addresses import Addresses
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
@@ -62,6 +63,7 @@ class Checkpointer:
         self.registry, self._loaders = StateRegistry(), Loaders()
         self._session = Session(client, self.registry, group, settings)
         self._tail = TailReader(log, client)
+        self._addresses = Addresses(group)
         self._loader = GenerationLoader(store, log, settings.job, group, self.registry, self._loaders)
         self._replica: Replica | None = None
         self._manager: FtManager | None = None
@@ -462,11 +464,18 @@ class Checkpointer:
         logger.warning("the agent died; a new one was started, nothing was in flight")
 
     def _tell(self, *, force: bool = False) -> None:
-        now = time.monotonic()
-        if self.group.rank == 0 and (force or now - self._told >= LIVE_INTERVAL_S) and self._session.client.alive:
-            self._told = now
-            state = "joining" if self.replica.blank else "live"
-            self._session.client.live(state, self.replica.trajectory)
+        """Say where training stands, a few times per second at most; rank 0 speaks for its group."""
+        now, client = time.monotonic(), self._session.client
+        if not client.alive or not (force or now - self._told >= LIVE_INTERVAL_S):
+            return
+        self._told = now
+        self._addresses.tell(client.url)
+        if self.group.rank != 0:
+            return
+        detail: dict[str, str | int | float] = {"writer": int(self._last is not None and self._last.writer)}
+        if agents := self._addresses.all():
+            detail["agents"] = agents
+        client.live("joining" if self.replica.blank else "live", self.replica.trajectory, detail)
 
     def _load_arrived(self, arrived: Any) -> None:
         """Main thread, in torchft's heal: a peer's verified bytes into the live objects."""

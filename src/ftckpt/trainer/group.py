@@ -153,6 +153,38 @@ class Group:
         """
         return self._await([f"{self.incarnation}/{key}/{r}" for r in range(self.world_size)], range(self.world_size), key, deadline)
 
+    def peek(self, key: str) -> list[bytes] | None:
+        """What ``collect`` would give, without waiting; None while a rank has not published.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        keys = [f"{self.incarnation}/{key}/{r}" for r in range(self.world_size)]
+        if self.world_size == 1:
+            return [self._local[key] for key in keys] if keys[0] in self._local else None
+        full = [f"{self._prefix}/{key}" for key in keys]
+        try:
+            store = self._live()
+            return [bytes(value) for value in store.multi_get(full)] if store.check(full) else None
+        except _LOST as e:
+            raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
+
+    def count(self, key: str, more: int) -> int:
+        """Add to a number that all ranks share, 0 at first; the sum. Atomic.
+
+        Raises:
+            PeerError: the store is gone.
+        """
+        name = f"{self.incarnation}/count/{key}"
+        if self.world_size == 1:
+            total = int(self._local.get(name, b"0")) + more
+            self._local[name] = str(total).encode()
+            return total
+        try:
+            return int(self._live().add(f"{self._prefix}/{name}", more))
+        except _LOST as e:
+            raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
+
     def agree(self, key: str, value: bytes, *, deadline: float | None = None) -> bytes:
         """Rank 0's value, on every rank; the others' is passed over.
 
