@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ import torch
 
 from ftckpt.format.image import Image
 from ftckpt.format.table import Chunk
-from ftckpt.trainer.copying import copy_one
+from ftckpt.trainer.copying import copy_one, plain
 from ftckpt.trainer.layout import as_integers, box_view, held, integers_for
 from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.stored import Index, Stored
@@ -195,10 +194,14 @@ def _stream(image: Image, begin: int, target: torch.Tensor, dtype: torch.dtype) 
     size = target.numel() * item
     at = 0
     pieces = image.pieces(begin, begin + size) if begin % item == 0 and image.table.block_bytes % item == 0 else [image.range(begin, begin + size)]
+    flat = target.view(-1).numpy() if target.is_contiguous() and plain(target, target) and target.dtype == dtype else None
     for data in pieces:
-        source = _typed(borrow(data), dtype)
-        _scatter(target, at, source)
-        at += source.numel()
+        count = len(data) // item
+        if flat is not None:  # the common case, with the least work per piece
+            np.copyto(flat[at : at + count], np.frombuffer(data, flat.dtype))
+        else:
+            _scatter(target, at, _typed(borrow(data), dtype))
+        at += count
     return size
 
 
@@ -220,12 +223,18 @@ def _scatter(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
         _scatter(target[first + full], 0, source[full * row :])
 
 
+class _Memory:
+    """Read-only bytes shown to NumPy as writable: torch takes no others, and nobody here writes to them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data  # held as long as the array is
+        address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        self.__array_interface__ = {"shape": (len(data),), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
 def borrow(data: memoryview) -> torch.Tensor:
-    """Bytes as a tensor, without a copy; read-only by agreement. Valid only while ``data`` is held."""
-    if len(data) == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-    return torch.frombuffer((ctypes.c_uint8 * len(data)).from_address(address), dtype=torch.uint8)
+    """Bytes as a tensor, without a copy; read-only by agreement."""
+    return torch.from_numpy(np.asarray(_Memory(data))) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
