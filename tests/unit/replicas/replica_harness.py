@@ -6,6 +6,9 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +19,7 @@ import replica_worker
 from torchft._torchft import LighthouseServer
 
 WAIT = 40.0
+LIGHTHOUSE = {"min_replicas": 1, "join_timeout_ms": 3000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1000}
 
 # One server imports torch once; replicas are forked from it. It looks for what it preloads on PYTHONPATH alone.
 _context = multiprocessing.get_context("forkserver")
@@ -58,23 +62,56 @@ class Handle:
         os.kill(self.pid, signal.SIGCONT)
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 class World:
     """A lighthouse and its replicas.
 
     Args:
         root: directory of the log, of what is carried, and of outputs.
+        apart: the lighthouse is a process of its own (slow to start), so that it can be restarted.
     """
 
-    def __init__(self, root: Path, *, min_replicas: int = 1, join_ms: int = 3000) -> None:
+    def __init__(self, root: Path, *, apart: bool = False) -> None:
         self.root = root
-        self.lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=join_ms, quorum_tick_ms=20, heartbeat_timeout_ms=1000
-        )
         self.handles: list[Handle] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        if apart:
+            self.port = free_port()
+            self._process = self._light()
+        else:
+            self._server = LighthouseServer(bind="127.0.0.1:0", **LIGHTHOUSE)
+            self.port = int(self._server.address().rsplit(":", 1)[1])
+
+    def _light(self) -> subprocess.Popen[bytes]:
+        command = [str(Path(sys.executable).parent / "torchft_lighthouse"), "--bind", f"127.0.0.1:{self.port}"]
+        command += [word for name, value in LIGHTHOUSE.items() for word in (f"--{name}", str(value))]
+        with (self.root / "lighthouse.out").open("ab") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return process
+            except OSError:
+                if time.monotonic() > until or process.poll() is not None:
+                    raise
+                time.sleep(0.02)
 
     @property
     def address(self) -> str:
-        return "http://127.0.0.1:" + self.lighthouse.address().rsplit(":", 1)[1]
+        return f"http://127.0.0.1:{self.port}"
+
+    def restart_lighthouse(self) -> None:
+        """A new lighthouse, without memory, at the old one's address."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(10)
+        self._process = self._light()
 
     def start(self, *names: str, **options: Any) -> list[Handle]:
         """Replicas of one rank each, all started at once; ready when this returns."""
@@ -111,7 +148,11 @@ class World:
                 handle.process.kill()
             handle.process.join(10)
             handle.connection.close()
-        self.lighthouse.shutdown()
+        if self._process is None:
+            self._server.shutdown()
+        else:
+            self._process.kill()
+            self._process.wait(10)
 
 
 def together(handles: list[Handle], command: str = "step", **options: Any) -> list[Any]:

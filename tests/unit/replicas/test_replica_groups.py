@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
-from replica_harness import Handle, World, together
+from replica_harness import Handle, World, free_port, together
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def all_step(*groups: list[Handle]) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -138,6 +139,7 @@ def test_without_a_readable_log_only_a_replica_healed_from_a_living_peer_votes(w
     assert c.call("step")["vote"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("I8", "F65")
 def test_a_log_that_stays_unreadable_ends_the_replica_at_its_deadline(world: World) -> None:
     (world.root / "down").touch()
@@ -179,6 +181,7 @@ def test_a_voted_replica_alone_off_the_trajectory_of_the_watched_tail_ends_as_di
     assert b.call("step")["error"] == "Diverged"
 
 
+@pytest.mark.slow
 @pytest.mark.covers("I4")
 def test_a_source_off_the_tail_is_refused_without_costing_the_survivor_a_step(world: World) -> None:
     a, b = ready(world, "a", "b")
@@ -216,6 +219,7 @@ def test_a_replica_that_can_never_heal_ends_after_bounded_attempts_with_its_own_
     assert (ends["error"], ends["code"]) == ("HealFailed", 9)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("I3")
 def test_a_state_that_was_fetched_but_never_voted_on_is_given_up(world: World) -> None:
     (a,) = ready(world, "a")
@@ -242,7 +246,7 @@ def test_an_error_while_a_fetched_state_is_loaded_ends_the_replica(world: World)
     assert a.call("until", step=6)["step"] == 6
 
 
-@pytest.mark.parametrize("wrap", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("wrap", ["plain", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_peer_killed_in_the_allreduce_costs_survivors_one_uncommitted_step(world: World, wrap: str) -> None:
     three = world.start("a", "b", "c")
     together(three, "use_model", wrap=wrap)
@@ -263,6 +267,7 @@ def test_a_peer_killed_in_the_allreduce_costs_survivors_one_uncommitted_step(wor
     assert again[0]["h"] == again[1]["h"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("F80", "I13")
 def test_the_sync_quorum_heals_before_the_forward_and_counts_the_healed(world: World) -> None:
     a, b = ready(world, "a", "b", use_async_quorum=False)
@@ -282,3 +287,19 @@ def test_the_managers_server_listens_on_the_configured_address_only(world: World
     port = a.call("address")["port"]
     listening = {c.laddr.ip for c in psutil.Process(a.pid).net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
     assert listening == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_a_restart_of_the_lighthouse_costs_time_and_no_state(tmp_path: Path) -> None:
+    world = World(tmp_path, apart=True)
+    try:
+        a, b = ready(world, "a", "b")
+        together([a, b], "until", step=4)
+        before = a.call("state")
+        world.restart_lighthouse()
+        answers = together([a, b])
+        assert [x["vote"] for x in answers] == [True, True], answers
+        assert answers[0]["step"] == before["step"] + 1
+        assert answers[0]["h"] == answers[1]["h"]
+    finally:
+        world.close()
