@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 
 from ftckpt.config import Settings
+from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.names import check_name, generations_dir
 from ftckpt.errors import ConfigError, NotFound, StoreError
 from ftckpt.format.manifest import decode, encode
@@ -300,7 +301,7 @@ def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarn
         secret=read_secret(settings.secret_file), linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,
         receipts_s=d.receipts_s, cursors_s=d.cursors_s, cursor_search_s=d.cursor_search_s, commit_linger_s=d.commit_linger_s,
         term_budget_s=d.term_s, log_timeout_s=d.log_s, tail_poll_s=d.tail_poll_s, registry_ttl_s=d.registry_ttl_s,
-        nice=settings.nice, persist_threads=settings.persist_threads,
+        nice=settings.nice, persist_threads=settings.persist_threads, keep=str(parse_keep(settings.keep)), gc_s=d.gc_s,
     ).check()  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from ftckpt.errors import (
     SaveFailed,
     TailMoved,
 )
+from ftckpt.flows.rivals import split_brain
 from ftckpt.format.manifest import MANIFEST, Manifest, decode, record, sha256
 from ftckpt.link import messages as m
 from ftckpt.ports import BlobStore, CommitLog
@@ -47,7 +48,8 @@ class Commit:
         self._store, self._log, self._desk, self._abandoned = store, log, desk, abandoned
         self._down = False
 
-    def __call__(self, candidate: Candidate) -> None:
+    def __call__(self, candidate: Candidate) -> Entry | None:
+        """Commit it; its record, or None if it did not come to one."""
         job, durable = candidate.job, True
         try:
             manifest, entry = self._entry(candidate)
@@ -60,6 +62,7 @@ class Commit:
         outcome.report(self._desk, job, found)
         if not durable:
             self._abandoned(job)
+        return found.entry if found.state == "committed" else None
 
     def _entry(self, candidate: Candidate) -> tuple[Manifest, Entry]:
         """The manifest as it is stored, and the record that vouches for it."""
@@ -109,6 +112,7 @@ class Commit:
             case Superseded(by=by):
                 return Outcome(state="dropped", reason=f"superseded by generation #{by}")
             case Strayed(reason=reason):
+                reason += split_brain(self._log, tail, job.config.replica, timeout=timeout) if tail is not None else ""
                 self._desk.post(job.session, m.Stray(reason=reason))
                 error = Diverged(
                     f"step {entry.step} of {entry.writer} was not committed: {reason}",

@@ -1,4 +1,4 @@
-"""Composes the agent's threads: persist -> assemble -> commit, beside them journal, cursors, serve and registry."""
+"""Composes the agent's threads: persist -> assemble -> commit -> retain, beside them journal, cursors, serve and registry."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ftckpt.agent.jobs import Candidate, Job, Rubbish, Written
 from ftckpt.agent.journal import Journal
 from ftckpt.agent.persist import Persist, intent_of
 from ftckpt.agent.registry import Registry
+from ftckpt.agent.retain import Done, Retain
 from ftckpt.agent.serve import Offer, Serve
 from ftckpt.agent.slots import Slots
 from ftckpt.agent.work import Worker
@@ -49,12 +50,14 @@ class Pipeline:
         self._assembling: Worker[Written] = Worker("assemble", assemble, desk)
         self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=True))
         self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
+        retain = Retain(store, log, desk, lambda: self._retaining.waiting())
+        self._retaining: Worker[Done] = Worker("retain", retain, desk, idle=retain.again)
         self._serving: Worker[Offer | m.Retire | int | None] = Worker("serve", self.server, desk, idle=self._serve_later, idle_s=config.tail_poll_s)
 
     def start(self) -> None:
         """Read the journal and start the threads."""
         self.journal.open()
-        for worker in (self._persisting, self._assembling, self._committing, self._serving):
+        for worker in (self._persisting, self._assembling, self._committing, self._retaining, self._serving):
             worker.start()
         self.offers.start()
         self.registry.start()
@@ -85,7 +88,7 @@ class Pipeline:
     @property
     def working(self) -> bool:
         """Whether anything that must be finished is not."""
-        workers = (self._persisting, self._assembling, self._committing)
+        workers = (self._persisting, self._assembling, self._committing, self._retaining)
         return bool(self.desk.flight()) or not all(w.idle for w in workers) or not self.journal.clean
 
     def close(self, timeout: float) -> None:
@@ -95,7 +98,7 @@ class Pipeline:
         self.journal.close(max(0.1, end - time.monotonic()))
         self.registry.close(max(0.1, min(5.0, end - time.monotonic())))
         self.server.close(max(0.1, min(5.0, end - time.monotonic())))
-        for worker in (self._persisting, self._assembling, self._committing, self._serving):
+        for worker in (self._persisting, self._assembling, self._committing, self._retaining, self._serving):
             worker.stop(max(0.1, min(1.0, end - time.monotonic())))
 
     # ------------------------------------------------------------ from thread to thread
@@ -112,7 +115,9 @@ class Pipeline:
     def _finish(self, item: Candidate | Rubbish) -> None:
         """On the thread ``commit``: a generation to commit, or an attempt that will never be committed."""
         if isinstance(item, Candidate):
-            self._commit(item)
+            entry = self._commit(item)
+            if entry is not None:
+                self._retaining.put(Done(item.job.config, entry.index, time.monotonic()))
         else:
             self._rubbish.append(item)
         self._sweep()

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 def gc(
     job: common.Job,
     keep: Annotated[
-        str | None, typer.Option("--keep", help="Policy: 3, or last:3,every:1000,steps:500;900,best:loss:min,younger:7d.", show_default=False)
+        str | None,
+        typer.Option("--keep", help="Policy: 3, or last:3,every:1000,steps:500;900,best:loss:min,younger:7d.", show_default=False),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Carry the plan out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan (this is so without --yes, too).")] = False,
     full: Annotated[bool, typer.Option("--full", help="Verify every byte of what the plan relies on, not only sizes and headers.")] = False,
-    orphans: Annotated[bool, typer.Option("--orphans", help="Also remove complete directories that were never recorded and can never be.")] = False,
+    orphans: Annotated[
+        bool, typer.Option("--orphans", help="Also remove complete directories that were never recorded and can never be.")
+    ] = False,
     drain: Annotated[float, typer.Option("--drain", help="How long to wait for readers of a generation, in seconds.", min=0.0)] = 30.0,
     root: common.Root = None,
     log: common.Log = None,
@@ -53,7 +56,8 @@ def gc(
     if report is not None and (report.failed or report.stopped):
         lines = "\n  ".join(f"{path}: {why}" for path, why in report.failed)
         raise StoreError(
-            f"the clean-up of job {job!r} is not finished{': ' + report.stopped if report.stopped else ''}" + (f"\n  {lines}" if lines else ""),
+            f"the clean-up of job {job!r} is not finished{': ' + report.stopped if report.stopped else ''}"
+            + (f"\n  {lines}" if lines else ""),
             now="what was withdrawn is out of the log and will not be resumed from; everything kept is untouched",
             todo=f"run ftckpt gc {job} --yes again",
         )

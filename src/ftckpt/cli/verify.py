@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +37,7 @@ def verify(
     """Check every byte of the newest generation (or others) against its digest; exit status 4 if any part is damaged."""
     from ftckpt.flows import inspect
     from ftckpt.flows import verify as flow
+    from ftckpt.flows.readers import reading
 
     common.one_of(step=step, generation=generation, all=all_, no_log=no_log)
     with common.opened(job, root, log, config, timeout) as parts:
@@ -52,10 +53,16 @@ def verify(
             raise NotFound(f"job {job!r} has no generation to verify", todo="check job, root and log")
         total = 0 if headers else sum(flow.payload(parts.store, job, location) for location, _ in targets)
         with progress_bar(total, "verifying") as progress:
-            reports = [
-                flow.verify(parts.store, job, location, entry, full=not headers, progress=progress, threads=2)
-                for location, entry in targets
-            ]
+            reports = []
+            for location, record in targets:
+                with ExitStack() as held:
+                    try:
+                        held.enter_context(reading(parts.log, record, who="verify"))
+                    except Damaged:
+                        if all_:
+                            continue  # withdrawn by retention since the list was made
+                        raise
+                    reports.append(flow.verify(parts.store, job, location, record, full=not headers, progress=progress, threads=2))
     if json:
         common.print_json([{"sound": r.sound, **_plain(r)} for r in reports])
     else:

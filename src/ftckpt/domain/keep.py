@@ -133,7 +133,9 @@ class KeepYounger(Keep, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
-            raise ConfigError(f"keep younger:{self.seconds:g}s is not possible", now="nothing was deleted", todo="use younger:7d or the like")
+            raise ConfigError(
+                f"keep younger:{self.seconds:g}s is not possible", now="nothing was deleted", todo="use younger:7d or the like"
+            )
 
     def chosen(self, path: Sequence[Entry], now: float | None) -> dict[int, str]:
         if now is None:

@@ -7,7 +7,7 @@ and done again by the next clean-up; nothing that the log still lists is ever re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import msgspec
@@ -85,7 +85,16 @@ class GcReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_plan(
-    log: CommitLog, store: BlobStore, job: str, policy: Keep, *, full: bool = False, orphans: bool = False, sound: Sound | None = None, now: float | None = None
+    log: CommitLog,
+    store: BlobStore,
+    job: str,
+    policy: Keep,
+    *,
+    full: bool = False,
+    orphans: bool = False,
+    sound: Sound | None = None,
+    hold: Collection[int] = (),
+    now: float | None = None,
 ) -> GcPlan:
     """Decide what may go; changes nothing. What the deletions rely on is verified first.
 
@@ -93,6 +102,7 @@ def make_plan(
         full: verify every byte of it, else sizes, headers and small files.
         orphans: also remove complete directories that were never recorded and can never be.
         sound: what is known from earlier plans; added to.
+        hold: indices that the caller knows to be still in use.
         now: seconds since the epoch; the clock's when left out.
 
     Raises:
@@ -103,7 +113,9 @@ def make_plan(
     seen = _readable(log, job)
     _check_current(store, job, names, seen)
     rest = leftovers(log, store, job, names, seen, orphans=orphans)
-    made, unsound = _verified(log, store, job, policy, seen, full, set() if sound is None else sound, time.time() if now is None else now)
+    made, unsound = _verified(
+        log, store, job, policy, seen, full, set() if sound is None else sound, set(hold), time.time() if now is None else now
+    )
     tail = seen.tail.index if seen.tail is not None else -1
     return GcPlan(job=job, log=seen.uuid, tail=tail, verdicts=made.verdicts, leftovers=rest, unsound=tuple(sorted(unsound.items())))
 
@@ -118,6 +130,7 @@ def collect(
     full: bool = False,
     orphans: bool = False,
     sound: Sound | None = None,
+    hold: Collection[int] = (),
     going: Going = lambda: True,
     progress: Callable[[str], None] = lambda path: None,
 ) -> GcReport:
@@ -134,7 +147,7 @@ def collect(
     withdrawn: list[int] = []
     removed: list[str] = []
     failed: dict[str, str] = {}
-    at, stopped = make_plan(log, store, job, policy, full=full, orphans=orphans, sound=sound), ""
+    at, stopped = make_plan(log, store, job, policy, full=full, orphans=orphans, sound=sound, hold=hold), ""
     for _ in range(ROUNDS):
         work = _Work(log, store, at, drain_s, going, progress)
         stopped = work.run()
@@ -143,7 +156,7 @@ def collect(
         failed.update(work.failed)
         if stopped != _MOVED:
             break
-        at = make_plan(log, store, job, policy, full=full, orphans=orphans, sound=sound)
+        at = make_plan(log, store, job, policy, full=full, orphans=orphans, sound=sound, hold=hold)
     left = tuple((path, why) for path, why in failed.items() if path not in removed)
     return GcReport(plan=at, withdrawn=tuple(withdrawn), removed=tuple(removed), failed=left, stopped=stopped)
 
@@ -246,7 +259,9 @@ def _check_current(store: BlobStore, job: str, names: tuple[str, ...], seen: Log
     marker = read_marker(store, job)
     if marker is not None and marker.log and seen.uuid and marker.log != seen.uuid:
         raise LogRegressed(
-            f"{store.url}/{job} is vouched for by log {marker.log}, this is {seen.uuid}", now="nothing was removed", todo="give the right --log"
+            f"{store.url}/{job} is vouched for by log {marker.log}, this is {seen.uuid}",
+            now="nothing was removed",
+            todo="give the right --log",
         )
     last, recorded = seen.tail.index if seen.tail is not None else -1, {e.location for e in seen.entries}
     for name in names:
@@ -266,13 +281,12 @@ def _check_current(store: BlobStore, job: str, names: tuple[str, ...], seen: Log
 
 
 def _verified(
-    log: CommitLog, store: BlobStore, job: str, policy: Keep, seen: LogView, full: bool, sound: Sound, now: float
+    log: CommitLog, store: BlobStore, job: str, policy: Keep, seen: LogView, full: bool, sound: Sound, readers: set[int], now: float
 ) -> tuple[RetentionPlan, dict[int, str]]:
     """The plan after everything that it relies on has been verified, and what did not verify."""
     pins = set(log.pins())
     entries = {e.index: e for e in seen.entries}
     unsound: dict[int, str] = {}
-    readers: set[int] = set()
     looked: set[int] = set()
     while True:
         made = plan(policy, seen.entries, pins=pins, readers=readers, unsound=unsound, now=now)

@@ -37,6 +37,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
         path: relative to the root.
         rubbish: whether it may be removed.
         why: the reason, either way.
+        later: it may become rubbish, or be appended, later on.
         index: of the record that it had, where it was marked; else -1.
         bytes: size of its files.
     """
@@ -44,6 +45,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     rubbish: bool
     why: str
+    later: bool = False
     index: int = -1
     bytes: int = 0
 
@@ -96,7 +98,7 @@ def _judge(
     log: CommitLog, store: BlobStore, job: str, name: GenerationName, seen: LogView, live: Collection[tuple[str, str]], orphans: bool
 ) -> Leftover:
     path = generation_dir(job, str(name))
-    index = -1
+    index, later = -1, True
     try:
         mark = _mark(store, path)
         if mark is not None and mark.log == seen.uuid:
@@ -107,13 +109,14 @@ def _judge(
             intent = _intent(store, path, job, name)
             if intent is None:
                 rubbish, why = False, f"not provably an attempt of this job: {here.why or 'no ' + INTENT + ' of this directory'}"
+                later = False
             else:
                 rubbish, why = _complete(store, path, here, seen, orphans) if here.trajectory is not None else _incomplete(here, seen)
             if rubbish and intent is not None and (intent.writer, intent.incarnation) in live:
                 rubbish, why = False, f"{why}; its writer is alive and may still be at work"
     except (Damaged, ConfigError) as e:
-        rubbish, why = False, f"not provably an attempt of this job: {e.what}"
-    return Leftover(path=path, rubbish=rubbish, why=why, index=index, bytes=size_of(store, path))
+        rubbish, why, later = False, f"not provably an attempt of this job: {e.what}", False
+    return Leftover(path=path, rubbish=rubbish, why=why, later=later and not rubbish, index=index, bytes=size_of(store, path))
 
 
 def _mark(store: BlobStore, path: str) -> Mark | None:

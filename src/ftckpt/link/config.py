@@ -6,6 +6,7 @@ import hashlib
 
 import msgspec
 
+from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.names import check_name
 from ftckpt.errors import ConfigError
 
@@ -42,6 +43,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
         registry_ttl_s: life of the replica's line in the log when it is not renewed.
         nice: CPU niceness of persisting while no other save waits (0: none).
         persist_threads: threads that write one shard.
+        keep: retention policy in its short form (``domain.keep``), for the clean-up after commits.
+        gc_s: how long one clean-up may take; what is left is done after the next commit.
     """
 
     job: str
@@ -72,6 +75,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     registry_ttl_s: float = 15.0
     nice: int = 10
     persist_threads: int = 1
+    keep: str = "all"
+    gc_s: float = 60.0
 
     def check(self) -> AgentConfig:
         """Return itself if it can be used.
@@ -91,6 +96,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, field)
             if field.endswith("_s") and value <= 0 and field not in ("linger_s", "cursors_s"):
                 wrong.append(f"{field}={value} must be positive")
+        try:
+            parse_keep(self.keep)
+        except ConfigError as e:
+            wrong.append(e.what)
         if self.persist_threads < 1:
             wrong.append(f"persist_threads={self.persist_threads} must be at least 1")
         if not 0 <= self.nice <= 19:

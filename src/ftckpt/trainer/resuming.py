@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 
@@ -13,6 +14,7 @@ from ftckpt.domain.names import attempt_id
 from ftckpt.domain.sources import Choice, Fault, Newest, Request
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, TailMoved
+from ftckpt.flows.readers import reading
 from ftckpt.flows.select import choose
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.group import Group
@@ -134,14 +136,16 @@ class Resumer:
     def _try(self, choice: Choice, options: LoadOptions) -> tuple[Loaded | None, str]:
         """Load on every rank; the fault is the first rank's that could not, and the same on all."""
         loaded, fault = None, ""
-        try:
-            loaded = self._loader.load(choice.location, choice.entry, self._replica, options)
-        except Damaged as e:
-            fault = e.what
-        self._rounds += 1
-        key = f"loaded/{self._rounds}"
-        self._group.publish(key, fault.encode())
-        said = [f.decode() for f in self._group.collect(key)]
+        with ExitStack() as held:
+            try:
+                held.enter_context(reading(self._log if self._group.rank == 0 else None, choice.entry, who=self._replica.replica))
+                loaded = self._loader.load(choice.location, choice.entry, self._replica, options)
+            except Damaged as e:
+                fault = e.what
+            self._rounds += 1
+            key = f"loaded/{self._rounds}"
+            self._group.publish(key, fault.encode())
+            said = [f.decode() for f in self._group.collect(key)]  # rank 0 is the group's reader until all have loaded
         return loaded, next((f for f in said if f), "")
 
     def _settled(self, choice: Choice, loaded: Loaded, opening: str, began: float) -> ResumeReport:

@@ -21,11 +21,20 @@ def log_of(shape: str, losses: dict[int, float] | None = None, times: dict[int, 
     """``g<step>`` a generation, ``o<base>`` an open of a base; index = position; loss and time by index."""
     entries: list[Entry] = []
     for index, word in enumerate(shape.split()):
-        common: dict[str, Any] = {"index": index, "log": "u", "prev": index - 1, "trajectory": f"{index:064x}", "attempt": f"{index:08x}", "writer": "r"}
+        common: dict[str, Any] = {
+            "index": index,
+            "log": "u",
+            "prev": index - 1,
+            "trajectory": f"{index:064x}",
+            "attempt": f"{index:08x}",
+            "writer": "r",
+        }
         if word[0] == "g":
             metrics = {"loss": losses[index]} if losses and index in losses else {}
             time = (times or {}).get(index, 0.0)
-            entries.append(Entry(kind="generation", step=int(word[1:]), base=index - 1, location=f"s{index}", metrics=metrics, time=time, **common))
+            entries.append(
+                Entry(kind="generation", step=int(word[1:]), base=index - 1, location=f"s{index}", metrics=metrics, time=time, **common)
+            )
         else:
             base = int(word[1:])
             entries.append(Entry(kind="open", step=entries[base].step, base=base, **common))
@@ -98,7 +107,25 @@ def test_text_form_is_read_and_written(text: str | int | None, rule: Keep) -> No
 
 
 @pytest.mark.covers("F13", "A20")
-@pytest.mark.parametrize("text", ["0", 0, "last:0", "last", "every:0", "best", "best:loss:mid", "best:a:min:0", "younger:0", "younger:-1d", "steps:x", "sometimes:3", "", "3,"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0",
+        0,
+        "last:0",
+        "last",
+        "every:0",
+        "best",
+        "best:loss:mid",
+        "best:a:min:0",
+        "younger:0",
+        "younger:-1d",
+        "steps:x",
+        "sometimes:3",
+        "",
+        "3,",
+    ],
+)
 def test_what_cannot_be_kept_is_refused(text: str | int) -> None:
     with pytest.raises(ConfigError):
         parse_keep(text)
@@ -141,7 +168,9 @@ INDICES = st.sets(st.integers(0, 11))
 
 @pytest.mark.covers("I7", "F9")
 @given(worlds(), POLICIES, INDICES, INDICES)
-def test_every_policy_leaves_the_tail_what_is_held_and_enough_sound_ones(entries: list[Entry], policy: Keep, pins: set[int], bad: set[int]) -> None:
+def test_every_policy_leaves_the_tail_what_is_held_and_enough_sound_ones(
+    entries: list[Entry], policy: Keep, pins: set[int], bad: set[int]
+) -> None:
     made = plan(policy, entries, pins=pins, unsound=dict.fromkeys(bad, "?"), now=100.0)
     kept, tail = set(made.kept), entries[-1]
     sound = [e.index for e in lineage(entries, tail) if e.index not in bad]

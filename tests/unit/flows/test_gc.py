@@ -279,7 +279,9 @@ def test_incomplete_attempts_go_once_the_log_has_passed_them_and_their_writer_is
         assert gc(w).removed == ()  # it may still be completed
         w.save(15)
         w.log.announce(
-            ReplicaInfo(replica="replica-0", incarnation="testing", state="live", step=15, trajectory="", agents=(), group_world_size=2, time=0.0),
+            ReplicaInfo(
+                replica="replica-0", incarnation="testing", state="live", step=15, trajectory="", agents=(), group_world_size=2, time=0.0
+            ),
             ttl=30.0,
         )
         report = gc(w, None)

@@ -1,0 +1,94 @@
+"""Retention after commits: the clean-up of ``flows.gc``, bounded, by the agent of the writer's rank 0. Never fails a save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ftckpt.agent.desk import Desk
+from ftckpt.domain.keep import KeepLast, parse_keep
+from ftckpt.errors import FtckptError
+from ftckpt.flows.gc import GcReport, collect
+from ftckpt.link.config import AgentConfig
+from ftckpt.ports import BlobStore, CommitLog
+
+logger = logging.getLogger("ftckpt.agent")
+
+_DRAIN_SHARE = 4  # of the whole time for one generation's readers
+_FOLLOWED_S = 10.0  # other ranks of the group still read what became of a save
+
+
+class Done(NamedTuple):
+    """A commit: the session's configuration, number of the record in the log, and when (monotonic clock, seconds)."""
+
+    config: AgentConfig
+    number: int
+    at: float
+
+
+class Retain:
+    """The work of the thread ``retain``.
+
+    Args:
+        waiting: how many clean-ups are asked for behind this one; then it is left to the last of them.
+    """
+
+    def __init__(self, store: BlobStore, log: CommitLog, desk: Desk, waiting: Callable[[], int]) -> None:
+        self._store, self._log, self._desk, self._waiting = store, log, desk, waiting
+        self._sound: set[str] = set()
+        self._done = False
+        self._said = ""
+        self._last: Done | None = None
+        self._followed: dict[int, float] = {}
+
+    def __call__(self, done: Done) -> None:
+        """Clean up after a commit."""
+        self._last = done
+        if done.config.group_world_size > 1:
+            self._followed[done.number] = done.at + _FOLLOWED_S
+        self._clean(done.config)
+
+    def again(self) -> None:
+        """Clean up once more when the ranks of the group have had time to learn of the last saves."""
+        if self._last is not None and self._followed and time.monotonic() >= max(self._followed.values()):
+            self._clean(self._last.config)
+
+    def _clean(self, config: AgentConfig) -> None:
+        policy = parse_keep(config.keep)
+        now = time.monotonic()
+        self._followed = {index: until for index, until in self._followed.items() if until > now}
+        if self._waiting() or (self._done and policy == KeepLast(None)):
+            return  # what keeps everything looks for what dead attempts left only until there is nothing more to come
+        end = now + config.gc_s
+        try:
+            report = collect(
+                self._log,
+                self._store,
+                config.job,
+                policy,
+                drain_s=config.gc_s / _DRAIN_SHARE,
+                sound=self._sound,
+                hold=self._followed,
+                going=lambda: time.monotonic() < end and not self._desk.stopping.is_set(),
+            )
+        except FtckptError as e:
+            self._say(f"nothing was cleaned up, the next commit tries again: {e.what}")
+            return
+        self._done = not (report.failed or report.stopped or any(left.later for left in report.plan.leftovers))
+        self._tell(report)
+
+    def _tell(self, report: GcReport) -> None:
+        if report.withdrawn or report.removed:
+            logger.info("clean-up: withdrew %s, removed %s", report.withdrawn, report.removed)
+        problems = [f"{path}: {why}" for path, why in report.failed]
+        problems += [f"#{index} does not verify: {why}" for index, why in report.plan.unsound]
+        self._say("; ".join(problems) and f"not all could be cleaned up, the next commit tries again: {'; '.join(problems)}")
+
+    def _say(self, text: str) -> None:
+        """Warn, once as long as it stays the same."""
+        if text and text != self._said:
+            logger.warning("%s", text)
+            self._desk.warn("gc", text)
+        self._said = text
