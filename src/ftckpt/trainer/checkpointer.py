@@ -16,6 +16,7 @@ from ftckpt.domain.sources import AtIndex, AtLocation, AtStep, Fresh, Newest, Re
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded, Diverged, FtckptError
 from ftckpt.flows import resume_token
+from ftckpt.flows.rivals import split_brain
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
@@ -198,6 +199,7 @@ class Checkpointer:
             load_tail=self._load_tail,
             on_boundary=carrier.freeze,
             on_event=self._note,
+            rivals=lambda tail: split_brain(self._log, tail, self.settings.replica),
             on_vote=self._ledger.voting,
             on_made=self._ledger.made,
         )
@@ -363,13 +365,15 @@ class Checkpointer:
             Diverged: this state is not on the log's trajectory: end this process.
         """
         self._need_resumed("step()")
-        self._check()
         outcome = self.replica.outcome()
         if outcome.committed:
             self._last = outcome
-            if self._due(ending=False):
-                self._save(metrics or {})
+        failure = self._failure()  # raised last: the step was made, and its own save must not be missed for an earlier one's
+        if outcome.committed and self._due(ending=False):
+            self._save(metrics or {})
         self._tell()
+        if failure is not None:
+            raise failure
         return outcome
 
     @property
@@ -439,6 +443,16 @@ class Checkpointer:
             return False
         step = self.replica.step
         return self.policy.due(Moment(step, step - saver.last_step, ending))
+
+    def _failure(self) -> FtckptError | None:
+        """A failure in the background that was not told yet. Raises Diverged."""
+        try:
+            self._check()
+        except Diverged:
+            raise
+        except FtckptError as e:
+            return e
+        return None
 
     def _check(self) -> None:
         client = self._session.client
