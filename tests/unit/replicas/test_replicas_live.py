@@ -297,6 +297,7 @@ def test_a_restart_of_the_lighthouse_costs_time_and_no_state(tmp_path: Path) -> 
         together([a, b], "until", step=4)
         before = a.call("state")
         world.restart_lighthouse()
+        time.sleep(1)  # it forms quorums of those whose heartbeat it has seen
         answers = together([a, b])
         assert [x["vote"] for x in answers] == [True, True], answers
         assert answers[0]["step"] == before["step"] + 1
