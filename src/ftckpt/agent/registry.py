@@ -13,9 +13,11 @@ import msgspec
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.tail import read_tail
 from ftckpt.agent.work import surfacing
-from ftckpt.domain.ledger import standing
+from ftckpt.domain.ledger import Entry, standing
 from ftckpt.domain.names import member_id
+from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import FtckptError, LogRegressed
+from ftckpt.flows.rivals import STANDING, TAIL, split_brain
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import CommitLog, Event, ReplicaInfo, Watch
@@ -127,7 +129,7 @@ class Registry:
             reason = f"tail #{tail.index} (step {tail.step}, {tail.trajectory[:8]}) is not an ancestor of step {live.trajectory.step}"
             if self._stray != reason:
                 self._stray = reason
-                self._desk.post(0, m.Stray(reason=reason))
+                self._desk.post(0, m.Stray(reason=reason + split_brain(self._log, tail, self._config.replica, timeout=timeout)))
 
     def _announce(self) -> None:
         with self._lock:
@@ -146,7 +148,7 @@ class Registry:
             agents=tuple(agents.split()) if agents else ((url,) if url else ()),
             group_world_size=config.group_world_size,
             time=time.time(),
-            detail={k: v for k, v in live.detail.items() if k != "agents"},
+            detail={**{k: v for k, v in live.detail.items() if k != "agents"}, **_stands(self._desk.tail, live.trajectory)},
         )
         self._log.announce(info, ttl=config.registry_ttl_s, timeout=config.log_timeout_s)
         self._announced = time.monotonic()
@@ -184,3 +186,8 @@ class Registry:
                     self._log.retire(self._config.replica, self._config.incarnation, timeout=self._config.log_timeout_s)
         except FtckptError as e:
             logger.warning("registry, leaving: %s", e)
+
+
+def _stands(tail: Entry | None, at: Trajectory) -> dict[str, str | int | float]:
+    """How a live state stands to the tail, for the line in the log."""
+    return {STANDING: standing(tail, at), TAIL: -1 if tail is None else tail.index}

@@ -116,6 +116,12 @@ def print_json(value: object) -> None:
     sys.stdout.flush()
 
 
+def print_line(value: object) -> None:
+    """One JSON document on one line of standard output, at once."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+
+
 def console(*, err: bool = False) -> Console:
     """Where tables and progress go; wide where nobody looks at a screen, so that lines are not folded."""
     from rich.console import Console

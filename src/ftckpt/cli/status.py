@@ -1,18 +1,23 @@
-"""``ftckpt status JOB``: replicas, tail, attempts under way and the newest events."""
+"""``ftckpt status JOB``: replicas, who writes, trajectories, tail, attempts under way and the newest events; also live."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftckpt.cli import common
+from ftckpt.errors import LogError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from ftckpt.flows.inspect import Status
+
+_SHOWN = ("agents", "writer", "standing", "tail")  # in columns of their own
 
 
 def register(app: typer.Typer) -> None:
@@ -27,30 +32,46 @@ def status(
     config: common.Config = None,
     timeout: common.Timeout = None,
     watch: Annotated[
-        float | None, typer.Option("--watch", help="Show it again every so many seconds.", min=0.2, show_default=False)
+        float | None,
+        typer.Option(
+            "--watch", help="Show it again every so many seconds, until interrupted; with --json a line each.", min=0.2, show_default=False
+        ),
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """Show replicas, the newest entry, attempts under way and events; what replicas say of themselves is a hint."""
+    """Show replicas, who writes, how states stand to the log, attempts under way and events; what replicas say is a hint."""
     from ftckpt.flows.inspect import status as flow
 
     with common.opened(job, root, log, config, timeout) as parts:
-        if json:
-            common.print_json(flow(parts.log, parts.store, job))
-            return
-        out = common.console()
-        if watch is None:
-            out.print(_render(flow(parts.log, parts.store, job)))
-            return
-        from rich.live import Live
-
-        with Live(_render(flow(parts.log, parts.store, job)), console=out, auto_refresh=False) as live:
-            while True:
-                time.sleep(watch)
-                live.update(_render(flow(parts.log, parts.store, job)), refresh=True)
+        now = flow(parts.log, parts.store, job)  # a log that does not answer at first is an error, also of --watch
+        if watch is None and json:
+            common.print_json(now)
+        elif watch is None:
+            common.console().print(_render(now))
+        else:
+            with suppress(KeyboardInterrupt):
+                _follow(now, lambda: flow(parts.log, parts.store, job), watch, json)
 
 
-def _render(s: Status) -> Group:
+def _follow(now: Status, look: Callable[[], Status], every: float, json: bool) -> None:
+    """Show it again and again. A log that is silent for a while is said, beside what was seen last."""
+    from rich.live import Live
+
+    with nullcontext() if json else Live(_render(now), console=common.console(), auto_refresh=False) as live:
+        silent = ""
+        while True:
+            if live is None:
+                common.print_line({"error": silent} if silent else now)
+            else:
+                live.update(_render(now, silent), refresh=True)
+            time.sleep(every)
+            try:
+                now, silent = look(), ""
+            except LogError as e:
+                silent = e.what
+
+
+def _render(s: Status, silent: str = "") -> Group:
     from rich.console import Group
     from rich.text import Text
 
@@ -60,12 +81,19 @@ def _render(s: Status) -> Group:
         else f"#{s.tail.index} {s.tail.kind} of step {s.tail.step} ({s.tail.trajectory[:8]}), {common.when(s.tail.time)}"
     )
     head = Text(f"job {s.job}   log {s.log}   {s.generations} generations   tail {tail}")
-    replicas = common.table("replica", "state", "step", "trajectory", "ranks", "seen", "detail", right=("step", "ranks"))
+    replicas = common.table("replica", "state", "step", "trajectory", "stands", "ranks", "seen", "detail", right=("step", "ranks"))
+    stands = {name: t for t in s.trajectories for name in t.replicas}
     for r in s.replicas:
-        detail = ", ".join(f"{k}={v}" for k, v in r.detail.items() if k != "agents")
-        seen = f"{max(0.0, time.time() - r.time):.0f} s ago"
-        replicas.add_row(r.replica, r.state, str(r.step), r.trajectory[:8], str(r.group_world_size), seen, detail)
+        detail = ", ".join(f"{k}={v}" for k, v in r.detail.items() if k not in _SHOWN)
+        seen = f"{max(0.0, s.time - r.time):.0f} s ago"
+        state = f"{r.state}, writes" if r.replica in s.writers else r.state
+        how = stands[r.replica]
+        replicas.add_row(r.replica, state, str(r.step), r.trajectory[:8], f"{how.how} #{how.tail}", str(r.group_world_size), seen, detail)
     parts = [head, replicas if s.replicas else Text("no replica has a line in the log")]
-    parts += [Text(f"under way: {location}: {why}" if location else why) for location, why in s.pending]
+    if silent:
+        parts.insert(0, Text(f"the log is silent since {common.when(s.time)}: {silent}", style="red"))
+    split = [t for t in s.trajectories if t.how == "diverged"]
+    parts += [Text(f"not on the log's trajectory: {', '.join(t.replicas)} (at step {t.step}, compared with #{t.tail})") for t in split]
+    parts += [Text(f"under way: {p.location} by {p.writer or '?'}: {p.why}" if p.location else p.why) for p in s.pending]
     parts += [Text(f"{common.when(e.time)}  {e.replica}  {e.kind}: {e.text}") for e in s.events]
     return Group(*parts)

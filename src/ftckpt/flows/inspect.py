@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from ftckpt.domain.ledger import Entry, Participant
 from ftckpt.domain.lineage import lineage
+from ftckpt.domain.names import generation_dir
 from ftckpt.errors import Damaged, NotFound, StoreError
 from ftckpt.flows.read import open_generation, read_manifest
+from ftckpt.flows.rivals import STANDING, TAIL
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
-from ftckpt.format.manifest import Manifest, StateInfo
+from ftckpt.format.manifest import INTENT, Intent, Manifest, StateInfo, decode
 from ftckpt.ports import BlobStore, CommitLog, Event, ReplicaInfo
 
 PAGE_ENTRIES = 1000
@@ -63,11 +67,46 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, str]
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as the log shows it now.
+class Pending(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt in the root that is not in the log.
 
     Args:
-        pending: attempts in the root that are not in the log, newest last: location and state.
+        location: directory name; empty where the root could not be looked at.
+        step: step of the state, -1 where unknown.
+        writer: replica that writes it, "" where it does not say.
+        why: what is missing until it is in the log.
+    """
+
+    location: str
+    step: int
+    writer: str
+    why: str
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas whose states stand alike to the log, by their own words.
+
+    Args:
+        how: "holds", "behind", "diverged" or "unknown".
+        tail: index of the entry that they compared with, -1 for an empty log.
+        step: greatest step among them.
+    """
+
+    how: str
+    tail: int
+    step: int
+    replicas: tuple[str, ...]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as the log shows it now. What replicas say of themselves is a hint, some seconds old.
+
+    Args:
+        writers: live replicas that wrote, or would have written, the newest full checkpoint; more than one while the role
+            moves, or when the job has split.
+        trajectories: how the replicas' states stand to the log.
+        pending: attempts in the root that are not in the log, newest last.
+        time: when it was looked at, seconds since the epoch.
     """
 
     job: str
@@ -76,8 +115,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     tail: Entry | None
     generations: int
     replicas: tuple[ReplicaInfo, ...]
-    pending: tuple[tuple[str, str], ...]
+    writers: tuple[str, ...]
+    trajectories: tuple[Standing, ...]
+    pending: tuple[Pending, ...]
     events: tuple[Event, ...]
+    time: float
 
 
 def listing(log: CommitLog, store: BlobStore, job: str) -> Listing:
@@ -196,21 +238,51 @@ def status(log: CommitLog, store: BlobStore | None, job: str, *, events: int = 1
     Raises:
         LogError: the log cannot be read.
     """
+    pending = () if store is None else _attempts(store, job)  # before the log: what is recorded meanwhile is not under way any more
     entries = all_entries(log)
     recorded = {e.location for e in entries}
-    pending: tuple[tuple[str, str], ...] = ()
-    if store is not None:
-        try:
-            pending = tuple((f.location, f.why or "complete, not in the log yet") for f in scan(store, job) if f.location not in recorded)
-        except (StoreError, Damaged) as e:
-            pending = (("", e.what),)
+    replicas = tuple(log.replicas())
     return Status(
         job=job,
         log=log.url,
         uuid=log.uuid(),
         tail=log.tail(),
         generations=sum(e.kind == "generation" for e in entries),
-        replicas=tuple(log.replicas()),
-        pending=pending,
+        replicas=replicas,
+        writers=tuple(r.replica for r in replicas if r.state == "live" and r.detail.get("writer") == 1),
+        trajectories=_standings(replicas),
+        pending=tuple(p for p in pending if p.location not in recorded),
         events=tuple(log.events(limit=events)),
+        time=time.time(),
+    )
+
+
+def _attempts(store: BlobStore, job: str) -> tuple[Pending, ...]:
+    """Every generation directory as if none had a record."""
+    try:
+        return tuple(
+            Pending(location=f.location, step=f.step, writer=_writer(store, job, f.location), why=f.why or "complete, not in the log yet")
+            for f in scan(store, job)
+        )
+    except (StoreError, Damaged) as e:
+        return (Pending(location="", step=-1, writer="", why=e.what),)
+
+
+def _writer(store: BlobStore, job: str, location: str) -> str:
+    path = f"{generation_dir(job, location)}/{INTENT}"
+    try:
+        return decode(store.get(path), Intent, path).writer
+    except (NotFound, Damaged, StoreError):
+        return ""
+
+
+def _standings(replicas: tuple[ReplicaInfo, ...]) -> tuple[Standing, ...]:
+    alike: dict[tuple[str, int], list[ReplicaInfo]] = {}
+    for r in replicas:
+        tail = r.detail.get(TAIL, -1)
+        key = (str(r.detail.get(STANDING, "unknown")) if r.state == "live" else "unknown", tail if isinstance(tail, int) else -1)
+        alike.setdefault(key, []).append(r)
+    return tuple(
+        Standing(how=how, tail=tail, step=max(r.step for r in lines), replicas=tuple(r.replica for r in lines))
+        for (how, tail), lines in sorted(alike.items())
     )

@@ -133,4 +133,4 @@ def test_status_shows_what_is_under_way(tmp_path: Path) -> None:
         entry = w.save(10, manifest=False)
         now = status(w.log, w.store, JOB)
         assert (now.tail, now.generations) == (w.entries[0], 1)
-        assert [location for location, _ in now.pending] == [entry.location]
+        assert [p.location for p in now.pending] == [entry.location]

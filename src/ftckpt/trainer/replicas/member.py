@@ -203,7 +203,8 @@ class Member:
         if reason:
             self.now.why.append(reason)
         tail, readable = self.tail()
-        return reason, self.bounds.agreed(act, reason, own=not stance.go or act is not Act.KEEP, tail=tail, readable=readable)
+        why = reason + self._callbacks.rivals(tail) if act is Act.EXIT and tail is not None else reason
+        return reason, self.bounds.agreed(act, why, own=not stance.go or act is not Act.KEEP, tail=tail, readable=readable)
 
     def announce(self, mine: Slot) -> None:
         """The vote is about to be held with this slot of ours."""
