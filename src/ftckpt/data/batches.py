@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ftckpt.data.chain import Chain
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import ConfigError, DataError
 
@@ -42,6 +43,8 @@ class BatchFeed(Iterator[Any]):
         ranks: ranks of the replica group that draw alike; samples are multiplied by it.
         after_seek: called after the loader was moved, before it is drawn from (to restore random streams).
         ids: sample ids of a batch, for ``record``.
+        make: makes the loader that another replica had, by its name: positions may then include those (see ``data.chain``).
+        anew: with it the loader begins anew where it cannot be put where the state says; it is told why.
         record: told (first of its step, draw ordinal, epoch, sample ids) before a batch is handed out (see ``data.audit``).
     """
 
@@ -60,10 +63,13 @@ class BatchFeed(Iterator[Any]):
         after_seek: Callable[[], None] | None = None,
         ids: Callable[[Any], Sequence[int]] | None = None,
         record: Record | None = None,
+        make: Callable[[str], Iterable[Any]] | None = None,
+        anew: Callable[[str], None] | None = None,
     ) -> None:
         if draws_per_step < 1 or ranks < 1 or (epochs is not None and epochs < 0):
             raise ConfigError(f"draws_per_step={draws_per_step}, ranks={ranks}, epochs={epochs} cannot be", now="nothing was drawn")
-        self._reel = Reel(loader, epochs)
+        self._reel: Reel | Chain = Reel(loader, epochs) if make is None else Chain(loader, make, epochs)
+        self._anew = anew
         self._journal, self._recall = journal, recall
         self._position, self._contribute = position, contribute
         self._per_step, self._ranks = draws_per_step, ranks
@@ -138,7 +144,21 @@ class BatchFeed(Iterator[Any]):
         return self._uncounted
 
     def _seek(self, ordinal: int) -> None:
-        """Put the loader where ``ordinal`` draws have been made."""
+        """Put the loader where ``ordinal`` draws have been made; where that cannot be and it may, begin anew."""
+        try:
+            self._go(ordinal)
+        except DataError as e:
+            if self._anew is None:
+                raise
+            self._anew(e.what)
+            self._held.clear()
+            self._reel.restart()
+            self._journal(ordinal, self._reel.snapshot())
+        self._at = ordinal
+        if self._after_seek is not None:
+            self._after_seek()
+
+    def _go(self, ordinal: int) -> None:
         entry = self._recall(ordinal)
         if self._at is not None and self._at <= ordinal and (entry is None or entry[0] <= self._at):
             at = self._at
@@ -164,9 +184,6 @@ class BatchFeed(Iterator[Any]):
                 raise DataError(
                     f"the loader ended after {done} draws; the state includes {ordinal}", todo="check that the data are those of before"
                 )
-        self._at = ordinal
-        if self._after_seek is not None:
-            self._after_seek()
 
 
 def count_samples(batch: Any) -> int:

@@ -58,7 +58,7 @@ class Reel:
     """
 
     def __init__(self, loader: Iterable[Any], epochs: int | None) -> None:
-        self._loader, self._epochs = loader, epochs
+        self._loader, self.epochs = loader, epochs
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
         self._once = isinstance(loader, Iterator)
         self._iterator: Iterator[Any] | None = None
@@ -77,7 +77,7 @@ class Reel:
         Raises:
             DataError: an epoch has no batch at all.
         """
-        while self._epochs is None or self.epoch < self._epochs:
+        while self.epochs is None or self.epoch < self.epochs:
             try:
                 batch = self._next()
             except StopIteration:
@@ -154,6 +154,10 @@ class Reel:
     def rewind(self) -> None:
         """Go back to the first draw of the first epoch of a counted loader."""
         self._recount(0, 0)
+
+    def restart(self) -> None:
+        """Begin anew: the next draw is the first of the first epoch."""
+        self.epoch, self.index, self._iterator = 0, 0, None
 
     def close(self) -> None:
         """Let the loader's iterator, and with it its workers, go. It is restored before it is drawn from again."""
@@ -232,6 +236,12 @@ def _read(data: bytes) -> Spot:
     try:
         spot = msgspec.json.decode(data, type=Spot)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        if b'"chain"' in data[:40]:
+            raise DataError(
+                "the journalled position includes loaders of replicas that are gone",
+                now="the loader was not moved",
+                todo='resume with data="adopt" and loaders=, as when they were taken over',
+            ) from e
         raise DataError(f"a journalled position cannot be read: {e}", now="the loader was not moved") from e
     if spot.version != SPOT_VERSION:
         raise DataError(f"a journalled position has version {spot.version}; this release reads {SPOT_VERSION}", todo="use a newer ftckpt")
