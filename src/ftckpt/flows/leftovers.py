@@ -107,7 +107,9 @@ def _judge(
         else:
             here = look(store, job, name)
             intent = _intent(store, path, job, name)
-            if intent is None:
+            if intent is None and store.leftovers(path) and not store.listdir(path):
+                rubbish, why = _incomplete(here, seen)  # its writer died over the first file
+            elif intent is None:
                 rubbish, why = False, f"not provably an attempt of this job: {here.why or 'no ' + INTENT + ' of this directory'}"
                 later = False
             else:

@@ -312,6 +312,16 @@ def test_what_may_still_be_appended_is_never_removed(tmp_path: Path) -> None:
         assert choose(w.log, w.store, JOB, adopt=True).location == waiting.location
 
 
+def test_a_directory_with_nothing_but_an_own_temporary_goes_and_an_empty_one_is_left(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        base = w.root / JOB / "generations"
+        for name in ("s000000003-01234567-00000001", "s000000003-01234567-00000002", "s000000009-01234567-00000003"):
+            (base / name).mkdir()
+        (base / "s000000003-01234567-00000001" / ".tmp-0123456789abcdef").write_text("{")
+        (base / "s000000009-01234567-00000003" / ".tmp-0123456789abcdef").write_text("{")
+        assert [os.path.basename(p) for p in gc(w).removed] == ["s000000003-01234567-00000001"]
+
+
 @pytest.mark.covers("B12")
 def test_an_abandoned_future_neither_counts_nor_evicts(tmp_path: Path) -> None:
     with world(tmp_path / "root", 5, 10, 15) as w:
