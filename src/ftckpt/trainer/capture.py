@@ -107,7 +107,12 @@ class Capturer:
         """
         with torch.no_grad(), _without_gc():
             states = self._registry.of_scope("shared")
-            fresh = self._static is None or self._watch is None or list(map(id, self._static.states)) != list(map(id, states)) or self._watch.changed()
+            fresh = (
+                self._static is None
+                or self._watch is None
+                or list(map(id, self._static.states)) != list(map(id, states))
+                or self._watch.changed()
+            )
             static = collect_static(states) if fresh or self._static is None else self._static
             if fresh:
                 if self._ownership is None or self._static is None or self._static.claims != static.claims:
@@ -140,7 +145,11 @@ class Capturer:
                     todo="call both at the same step boundary, and let state functions give the same tensors each time",
                 )
             now = {source.name: source.tensor for source in dynamic.sources}
-            copies = self._pool.pop() if self._pool else [[torch.empty_like(s, memory_format=torch.contiguous_format) for s in batch.sources] for batch in plan.frozen]
+            copies = (
+                self._pool.pop()
+                if self._pool
+                else [[torch.empty_like(s, memory_format=torch.contiguous_format) for s in batch.sources] for batch in plan.frozen]
+            )
             for batch, targets in zip(plan.frozen, copies, strict=True):
                 sources = [box_source(now.get(p.source.name, p.source.tensor), p.box) for p in batch.pieces]
                 if batch.device.type == "cpu":
@@ -237,7 +246,9 @@ class Capturer:
         base = torch.frombuffer(target, dtype=torch.uint8, count=size)
         goal = self._goals.get(base.data_ptr())
         if goal is None or goal.layout_id != plan.layout_id:
-            goal = _Goal(plan.layout_id, [image_views(base, b.pieces) for b in plan.live], [image_views(base, b.pieces) for b in plan.frozen])
+            goal = _Goal(
+                plan.layout_id, [image_views(base, b.pieces) for b in plan.live], [image_views(base, b.pieces) for b in plan.frozen]
+            )
             for old in list(self._goals)[: max(0, len(self._goals) - _TARGETS + 1)]:
                 del self._goals[old]
             self._goals[base.data_ptr()] = goal

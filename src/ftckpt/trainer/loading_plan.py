@@ -85,7 +85,9 @@ class Part:
         sink = Sink(stored, tensor, tensor.dtype != stored.dtype or local.is_conj() or local.is_neg())
         lost = lacking(sink)
         if lost:
-            raise Damaged(f"{stored.name}: {lost} elements are in none of the shards", now="nothing was changed", todo="take another generation")
+            raise Damaged(
+                f"{stored.name}: {lost} elements are in none of the shards", now="nothing was changed", todo="take another generation"
+            )
         if any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
             self._fill_expanded(key, stored, local)
         else:
@@ -112,7 +114,9 @@ class Part:
         self.report.cast.append(key)
         return True
 
-    def decode(self, node: object, template: Mapping[str, torch.Tensor] | None = None, *, in_place: bool = False, eager: bool = False) -> Any:
+    def decode(
+        self, node: object, template: Mapping[str, torch.Tensor] | None = None, *, in_place: bool = False, eager: bool = False
+    ) -> Any:
         """The value of an encoded tree; its tensors are filled when the sinks are (``eager``: now).
 
         Args:

@@ -264,4 +264,3 @@ def decode_torch(node: dict[str, Any]) -> object | None:
             return found
         raise ValueError(f"torch has no {content}")
     return None
-

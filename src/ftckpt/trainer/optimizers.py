@@ -197,5 +197,3 @@ def _unequal(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return not torch.equal(a, b)
     return type(a) is not type(b) or a != b
-
-

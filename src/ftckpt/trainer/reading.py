@@ -174,9 +174,7 @@ def _feed(
         start = begin + (low[0] * row if sizes else 0)
         return _stream(image, start, target, dtype)
     if row > _RUN:
-        return sum(
-            _feed(image, begin + i * row, sizes[1:], low[1:], high[1:], target[i - low[0]], dtype) for i in range(low[0], high[0])
-        )
+        return sum(_feed(image, begin + i * row, sizes[1:], low[1:], high[1:], target[i - low[0]], dtype) for i in range(low[0], high[0]))
     rows = max(1, _RUN // row)
     for first in range(low[0], high[0], rows):
         last = min(high[0], first + rows)
@@ -193,7 +191,11 @@ def _stream(image: Image, begin: int, target: torch.Tensor, dtype: torch.dtype) 
     item = dtype.itemsize
     size = target.numel() * item
     at = 0
-    pieces = image.pieces(begin, begin + size) if begin % item == 0 and image.table.block_bytes % item == 0 else [image.range(begin, begin + size)]
+    pieces = (
+        image.pieces(begin, begin + size)
+        if begin % item == 0 and image.table.block_bytes % item == 0
+        else [image.range(begin, begin + size)]
+    )
     flat = target.view(-1).numpy() if target.is_contiguous() and plain(target, target) and target.dtype == dtype else None
     for data in pieces:
         count = len(data) // item

@@ -195,7 +195,9 @@ def _is_plain(optimizer: Optimizer) -> bool:
 
 def _refuse_fsdp1(name: str, modules: Sequence[nn.Module]) -> None:
     for module in (m for part in modules for m in part.modules()):
-        if any(c.__name__ == "FullyShardedDataParallel" and c.__module__.startswith("torch.distributed.fsdp") for c in type(module).__mro__):
+        if any(
+            c.__name__ == "FullyShardedDataParallel" and c.__module__.startswith("torch.distributed.fsdp") for c in type(module).__mro__
+        ):
             raise ConfigError(
                 f"state {name!r} is wrapped by FullyShardedDataParallel (FSDP1), whose state needs collectives to be taken",
                 now="it is not registered",

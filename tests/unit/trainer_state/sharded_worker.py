@@ -106,7 +106,12 @@ def do_save(layout, rank, world, group, folder, name):
         assert capturer.prepare() is plan
     torch.save({"table": plan.table, "leaves": leaves, "data": bytes(memory), "states": plan.states}, folder / f"{name}-{rank}.pt")
     everything = setup.everything()
-    return {"everything": everything, "collectives": collectives, "names": [e.name for e in plan.table.tensors], "healed": heal(setup, layout, world)}
+    return {
+        "everything": everything,
+        "collectives": collectives,
+        "names": [e.name for e in plan.table.tensors],
+        "healed": heal(setup, layout, world),
+    }
 
 
 def heal(setup, layout, world):
@@ -135,7 +140,9 @@ def main(job, rank, world, port, folder):
     verb, layout, name, *rest = job.split(",")
     with Group(rank, world, store if world > 1 else None, 30) as group:
         found = (
-            do_save(layout, rank, world, group, folder, name) if verb == "save" else do_load(layout, rank, world, folder, name, int(rest[0]))
+            do_save(layout, rank, world, group, folder, name)
+            if verb == "save"
+            else do_load(layout, rank, world, folder, name, int(rest[0]))
         )
         torch.save(found, folder / f"{job}-{world}-{rank}.out")
         dist.barrier()

@@ -18,7 +18,10 @@ from ftckpt.trainer.states import StateRegistry
 
 
 def draws(count=10):
-    return [(random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist(), torch.randn(3).tolist()) for _ in range(count)]
+    return [
+        (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist(), torch.randn(3).tolist())
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.covers("F35", "F38")
@@ -76,7 +79,13 @@ def test_generators_of_ones_own_come_back():
 
 @pytest.mark.covers("D5")
 def test_per_replica_states_are_in_the_cursor_and_not_in_the_image():
-    mine = {"n": 1, "t": torch.arange(4).to(torch.bfloat16), "z": torch.empty(0, 2), "s": torch.arange(2, dtype=torch.int16)[::2], "v": torch.eye(2).t()}
+    mine = {
+        "n": 1,
+        "t": torch.arange(4).to(torch.bfloat16),
+        "z": torch.empty(0, 2),
+        "s": torch.arange(2, dtype=torch.int16)[::2],
+        "v": torch.eye(2).t(),
+    }
     states = StateRegistry()
     states.add("mine", mine, scope="replica")
     states.add("model", nn.Linear(1, 1))

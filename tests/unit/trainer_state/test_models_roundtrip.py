@@ -122,7 +122,9 @@ def adamw(m, **options):
 def groups(m):
     decay = [p for p in m.parameters() if p.ndim > 1 and p.requires_grad]
     rest = [p for p in m.parameters() if p.ndim <= 1 and p.requires_grad]
-    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}, {"params": [], "lr": 9.0}], lr=1e-2)
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}, {"params": [], "lr": 9.0}], lr=1e-2
+    )
 
 
 def two(m):
@@ -182,7 +184,9 @@ class Run:
         return losses
 
     def everything(self):
-        states = [[(k, v) for p in o.param_groups for q in p["params"] for k, v in sorted(o.state.get(q, {}).items())] for o in self.optimizers]
+        states = [
+            [(k, v) for p in o.param_groups for q in p["params"] for k, v in sorted(o.state.get(q, {}).items())] for o in self.optimizers
+        ]
         return [self.model.state_dict(), states, [s.state_dict() for s in self.schedulers]]
 
 

@@ -21,7 +21,9 @@ def run(folder, job, world):
         port = probe.getsockname()[1]
     command = [sys.executable, "-W", "ignore", str(WORKER), job]
     ranks = [
-        subprocess.Popen([*command, str(r), str(world), str(port), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, str(r), str(world), str(port), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for r in range(world)
     ]
     try:
