@@ -5,29 +5,29 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftckpt import config
 from ftckpt.config import Settings
 from ftckpt.domain.policy import Moment, Never, Policy
-from ftckpt.domain.sources import AtIndex, AtLocation, AtStep, Fresh, Newest, Request
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded, Diverged, FtckptError
-from ftckpt.flows import resume_token
 from ftckpt.flows.rivals import split_brain
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer import exiting
 from ftckpt.trainer.addresses import Addresses
+from ftckpt.trainer.events import Captured, E, Events, Healed, Saving
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader, LoadOptions
 from ftckpt.trainer.options import manager_options
+from ftckpt.trainer.orphans import DataPolicy
 from ftckpt.trainer.replicas.base import Callbacks, Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.restore import restore
@@ -35,13 +35,17 @@ from ftckpt.trainer.resuming import Resumer, ResumeReport
 from ftckpt.trainer.samples import SampleLedger
 from ftckpt.trainer.saving import Saver
 from ftckpt.trainer.session import Session
+from ftckpt.trainer.starting import Starter
 from ftckpt.trainer.states import Scope, StateRegistry
 from ftckpt.trainer.tail import TailReader
+from ftckpt.trainer.warmstart import Format, WarmOptions, WarmReport
 from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, read_secret, vouching
 
 if TYPE_CHECKING:
     import torch
 
+    from ftckpt.format.namemap import NameMap
+    from ftckpt.interop.adapter import Adapter
     from ftckpt.trainer.replicas.manager import FtManager
 
 logger = logging.getLogger("ftckpt")
@@ -54,7 +58,10 @@ class Checkpointer:
     Attributes:
         settings: what this process was told.
         group: the ranks of this replica.
+        read_only: whether saves do nothing (see ``open``).
     """
+
+    read_only = False
 
     def __init__(
         self, settings: Settings, policy: Policy, group: Group, store: BlobStore, log: CommitLog, client: AgentClient, resume_word: str
@@ -70,10 +77,15 @@ class Checkpointer:
         self._manager: FtManager | None = None
         self._carrier: HealCarrier | None = None
         self._saver: Saver | None = None
-        self._resume_word = resume_word
+        self._events = Events()
+        self._starter = Starter(
+            settings.job, self.registry, self._make_resumer, self._tail, self._events,
+            word=resume_word, restarts=config.launch().restart_count, must_exist=self.read_only,
+        )  # fmt: skip
         self._ledger = SampleLedger()
         self._last: Outcome | None = None
         self._told = 0.0
+        self._resumer: Resumer | None = None
         self._resumed = self._closed = False
 
     # ------------------------------------------------------------------ life
@@ -87,6 +99,7 @@ class Checkpointer:
         policy: Policy | None = None,
         replica: str | None = None,
         settings_file: str | None = None,
+        read_only: bool = False,
         **options: Any,
     ) -> Checkpointer:
         """Open a job for training: check everything, start (or find) this rank's agent.
@@ -98,6 +111,8 @@ class Checkpointer:
             policy: when to save, e.g. ``Every(steps=500) | AtEnd()``; left out: only when ``save()`` is called.
             replica: stable name of this replica group; left out: from ``REPLICA_GROUP_ID``.
             settings_file: TOML file; left out: ``ftckpt.toml`` if there is one.
+            read_only: for evaluation with a training script's calls: ``resume()`` loads, saves do nothing, nothing is written
+                and no agent is started.
             options: any further setting (see ``config.Settings``); explicit ones win over environment and file.
 
         Raises:
@@ -109,6 +124,10 @@ class Checkpointer:
         exiting.install()
         settings = config.load({"job": job, "root": root, "log": log, "replica": replica, **options}, file=settings_file)
         settings.validate(need=("job", "root"))
+        if read_only:
+            from ftckpt.trainer.reader import ReadOnlyCheckpointer
+
+            return ReadOnlyCheckpointer.of(settings)
         said = config.launch()
         store = open_store(settings.root, write=True)
         commit_log = open_log(settings.log, job=settings.job, root_url=settings.root, timeout=settings.deadlines.log_s)
@@ -154,9 +173,10 @@ class Checkpointer:
         self._closed = True
         try:
             if ending and self._saver is not None and self._last is not None and self._due(ending=True):
-                self._saver.save(self._last, {})
+                self._save({})
             if ending and self._session.client.alive:
                 self._session.client.drain(self.settings.deadlines.close_s)
+                self._events.poll()
             self._session.client.raise_pending()
         finally:
             if self._replica is not None:
@@ -262,9 +282,12 @@ class Checkpointer:
         fresh: bool = False,
         what: Literal["all", "weights"] = "all",
         exclude: Collection[str] = (),
+        sources: Mapping[str, str | Sequence[str]] | None = None,
         strict: Any = "exact",
         on_mismatch: Any = "error",
-        data: Literal["strict", "restart"] = "strict",
+        data: Literal["strict", "adopt", "restart"] = "strict",
+        replicas: Collection[str] = (),
+        loaders: Callable[[str], Iterable[Any]] | None = None,
     ) -> ResumeReport:
         """Take the newest completed generation (or what was asked for) into the registered objects, or begin at zero.
 
@@ -272,39 +295,115 @@ class Checkpointer:
             step: exactly this step's generation.
             generation: exactly this one: index in the log, or directory name.
             fresh: begin at zero whatever exists.
-            what: "weights" loads models only and begins at step 0 of a new branch.
+            what: "weights" loads models only; the other states stay as they are. Steps and data position go on.
             exclude: names of states to leave alone.
+            sources: live name -> stored name, or several in order of preference: ``{"model": ["ema", "model"]}``.
             strict, on_mismatch: as in ``trainer.restore``.
-            data: "restart" begins the loader anew when its position cannot be handed over.
+            data: of loaders that are not an ``ElasticLoader``. "strict": a position that nobody continues is an error. "adopt": the
+                data of replicas that are gone are gone on with. "restart": they are let go, and a loader that cannot be put
+                where the state says begins anew. See docs/data.md.
+            replicas: names of all replicas of the job from now on, the same for each; without torchft this one alone. Left
+                out: nobody is taken for gone.
+            loaders: for "adopt": makes the loader that another replica had, by its name.
 
         Raises:
             ProgressExists, NothingLoadable, NotFound, Damaged, Mismatch, DataError, LogUnreachable: nothing was started; says why.
         """
-        if sum((step is not None, generation is not None, fresh)) > 1:
-            raise ConfigError("step, generation and fresh exclude one another", todo="give one of them")
-        request, opening = self._request(step, generation, fresh)
-        only = [s.name for s in self.registry if s.kind == "module"] if what == "weights" else None
         options = LoadOptions(
-            only=only,
+            only=self._models() if what == "weights" else None,
             exclude=exclude,
+            sources=sources,
             strict=strict,
             on_mismatch=on_mismatch,
             with_cursor=what == "all",
-            restart_data=data == "restart",
+            data=DataPolicy(word=data, replicas=tuple(sorted(replicas)) or self._alone(), make=loaders),
         )
         self._await_agent()
-        report = self._resumer().resume(request, options, opening)
+        report = self._starter.resume(options, step, generation, fresh)
+        self._ready(report)
+        return report
+
+    def load_ahead(
+        self, *names: str, step: int | None = None, generation: int | str | None = None, strict: Any = "exact", sources: Any = None
+    ) -> ResumeReport:
+        """Load some of the registered states before the others exist, from the very generation that ``resume()`` will take: weights
+        before the model is wrapped, then the optimizer of the wrapped parameters. Nothing happens where there is none yet.
+
+        Args:
+            names: states to load now; ``resume()`` leaves them alone.
+            step, generation: as for ``resume``, which then takes neither.
+            strict, sources: as for ``resume``.
+
+        Raises:
+            FtckptError: as ``resume``.
+        """
+        self._await_agent()
+        return self._starter.ahead(names, LoadOptions(sources=sources, strict=strict), step, generation)
+
+    def warm_start(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        what: Literal["weights", "all"] = "weights",
+        format: Format = "auto",
+        state: str | None = None,
+        key: str | Sequence[str] = (),
+        name_map: NameMap | None = None,
+        hooks: Adapter | None = None,
+        sources: Mapping[str, str | Sequence[str]] | None = None,
+        strict: Any = "exact",
+        on_mismatch: Any = "error",
+        root: str | os.PathLike[str] | None = None,
+        log: str | None = None,
+        step: int | None = None,
+        force: bool = False,
+    ) -> WarmReport:
+        """Begin a new job with given weights. Call it between ``register()`` and ``resume()``, in every start alike: once the job
+        has generations it is passed over with a warning that names what ``resume()`` takes instead. Steps begin at 0.
+
+        Args:
+            source: path of a generation or job of ftckpt (or a job's name), of safetensors (a file, or a directory with or without
+                index), of a ``.pt`` file, of a DCP directory.
+            what: "weights", or "all" that a generation of ftckpt has under the registered names.
+            format: what the source is; "auto" looks, but never reads a DCP directory, which must be named: "dcp".
+            state: which registered model; left out: all of a generation's; of other sources "model", or the only one.
+            key: where in a ``.pt`` file or DCP directory the weights are: ``"model"``, ``"state.model"``.
+            name_map: our name -> name in the source; see ``format.namemap``.
+            hooks: an ``interop.adapter.Adapter``, which can change values too.
+            sources: of a generation: live name -> stored name, or several in order of preference.
+            strict, on_mismatch: as for ``resume``.
+            root, log, step: of a generation, as for ``load_model``.
+            force: load, and begin at step 0 whatever the job has; passed over when torchrun restarts a worker.
+
+        Raises:
+            Mismatch: what does not fit, all at once. NotFound, Damaged, ConfigError: the source cannot be used.
+            LogUnreachable, ProgressExists: it cannot be told whether the job has generations.
+        """
+        told = WarmOptions(
+            what=what, format=format, state=state, key=key, name_map=name_map, hooks=hooks, sources=sources, strict=strict,
+            on_mismatch=on_mismatch, root=root, log=log, step=step,
+        )  # fmt: skip
+        self._await_agent()
+        return self._starter.warm_start(source, told, force=force)
+
+    def on(self, kind: type[E], callback: Callable[[E], object]) -> None:
+        """Call ``callback`` with every event of a kind of ``ftckpt.events`` (``Saving``, ``Captured``, ``Committed``, ``Resuming``,
+        ``Resumed``, ``WarmStarted``, ``Healed``; ``Event`` for all), on the main thread; what it raises comes out of the call."""
+        self._events.on(kind, callback)
+
+    def _models(self) -> list[str]:
+        return [s.name for s in self.registry if s.kind == "module"]
+
+    def _ready(self, report: ResumeReport) -> None:
+        """Prepare for training from what was loaded."""
         self._saver = Saver(self._session, self.replica, self._loaders, self._tail)
         self._saver.base = report.generation if report.generation is not None else -1
         self._saver.last_step = report.step
         self._session.prepare(self._session.full)
         self._loader.restore_rng()
         self._resumed = True
-        for line in (*report.reasons, *report.passed_over, *report.warnings):
-            logger.info("resume: %s", line)
         self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
         self._tell(force=True)
-        return report
 
     def _await_agent(self) -> None:
         """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
@@ -315,21 +414,17 @@ class Checkpointer:
         except DeadlineExceeded as e:
             logger.warning("resume: the agent of this rank still holds an unfinished save: %s", e.what)
 
-    def _request(self, step: int | None, generation: int | str | None, fresh: bool) -> tuple[Request, str]:
-        if step is not None:
-            return AtStep(step), ""
-        if generation is not None:
-            return (AtIndex(generation) if isinstance(generation, int) else AtLocation(generation)), ""
-        if fresh:
-            return Fresh(), ""
-        if not self._resume_word:
-            return Newest(), ""
-        request, token = resume_token.request(self._resume_word, self.settings.job, self._tail.read())
-        return request, token.request if token is not None else ""
+    def _make_resumer(self) -> Resumer:
+        if self._resumer is None:
+            self._resumer = Resumer(
+                self._store, self._log, self.settings.job, self.group, self._loader, self.replica,
+                fence=self._manager is None, writes=not self.read_only,
+            )  # fmt: skip
+        return self._resumer
 
-    def _resumer(self) -> Resumer:
-        fence = self._manager is None
-        return Resumer(self._store, self._log, self.settings.job, self.group, self._loader, self.replica, fence=fence)
+    def _alone(self) -> tuple[str, ...]:
+        """The job's replicas where nobody said: without torchft this one."""
+        return () if self._manager is not None else (self.replica.replica,)
 
     # ------------------------------------------------------------------ training
     def batches(self, name: str = "loader", *, audit: bool = False, **options: Any) -> Iterator[Any]:
@@ -426,7 +521,12 @@ class Checkpointer:
     def _save(self, metrics: Mapping[str, float]) -> SaveHandle:
         if self._saver is None or self._last is None:
             raise ConfigError("save() needs a resumed job", todo="call resume() first")
-        return self._saver.save(self._last, metrics)
+        self._events.tell(Saving(step=self.replica.step))
+        handle = self._saver.save(self._last, metrics)
+        if handle.captured:
+            self._events.tell(Captured(step=handle.step, writer=handle.writer, bytes=handle.bytes, seconds=handle.seconds))
+            self._events.follow(handle)
+        return handle
 
     def _standing(self) -> Outcome:
         """The live state as if just committed (a save before the first step of this process)."""
@@ -463,6 +563,7 @@ class Checkpointer:
                 todo="end this process; it heals when started again",
             )
         client.raise_pending()
+        self._events.poll()
         if client.alive:
             return
         lost = client.pending
@@ -505,13 +606,14 @@ class Checkpointer:
             f"{size} bytes from {', '.join(arrived.sources)} in {arrived.seconds:.3f} s",
             {"bytes": size, "seconds": arrived.seconds},
         )
+        self._events.tell(Healed(step=self.replica.step, bytes=size, seconds=arrived.seconds, sources=tuple(arrived.sources)))
 
     def _note(self, kind: str, text: str) -> None:
         if self._session.client.alive:
             self._session.client.note(kind, text)
 
     def _load_tail(self, index: int) -> None:
-        self._resumer().reload(index)
+        self._make_resumer().reload(index)
 
     def _secret(self) -> bytes:
         told = read_secret(self.settings.secret_file)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ftckpt.data.batches import BatchFeed
+from ftckpt.data.chain import held, with_orphans
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, DataError
+from ftckpt.trainer.orphans import DataPolicy, Heritage
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
 
+logger = logging.getLogger("ftckpt")
 _SHARED_ORDER = ("record", "ranks", "after_seek")  # options that may be there where the order is the job's and not the loader's
 
 
@@ -23,6 +27,9 @@ class Loaders:
         self._name = ""
         self._drawn: deque[tuple[int, bytes]] = deque(maxlen=64)
         self._stored: tuple[int, bytes] | None = None
+        self._policy, self._heritage, self._lost = DataPolicy(), Heritage(), False
+        self._loaded = ""  # trajectory of the state that was loaded last
+        self._settled = False  # it is known whether that state is the one that goes on
 
     @property
     def kind(self) -> str:
@@ -46,6 +53,17 @@ class Loaders:
     def restore(self, ordinal: int, state: bytes | None) -> None:
         """A position from a generation's cursor: the loader's state after ``ordinal`` draws."""
         self._stored = (ordinal, state) if state is not None and state != b"null" else None
+
+    def settle(self, policy: DataPolicy, heritage: Heritage, *, lost: bool) -> None:
+        """What holds for the state that was just loaded.
+
+        Args:
+            policy: the user's word.
+            heritage: loaders of others to go on with from there.
+            lost: the loaded position is of no use (the group had other ranks).
+        """
+        self._policy, self._heritage, self._lost = policy, heritage, lost
+        self._loaded, self._settled = "", False
 
     def position(self, count: int) -> tuple[int, bytes | None]:
         """The newest loader state known here that includes at most ``count`` draws: (its draws, JSON or None)."""
@@ -89,6 +107,11 @@ class Loaders:
             session.client.draw(ordinal, state)
 
         def recall(count: int) -> tuple[int, bytes] | None:
+            if self._lost and count == self._heritage.count:
+                return None
+            return self._inherited(count, recalled(count), journal)
+
+        def recalled(count: int) -> tuple[int, bytes] | None:
             here = self.position(count)
             if here[0] == count and here[1] is not None:
                 return here[0], here[1]
@@ -99,9 +122,48 @@ class Loaders:
         def position() -> int:
             if replica.heals_first:
                 replica.members()
-            return -1 if replica.blank else _included(replica)
+            return -1 if replica.blank or not self._settle(replica) else _included(replica)
 
-        return BatchFeed(loader, journal=journal, recall=recall, position=position, contribute=replica.contribute, **options)
+        def anew(why: str) -> None:
+            logger.warning("the loader begins anew: %s", why)
+            session.client.note("data", f"the loader begins anew: {why}")
+
+        return BatchFeed(
+            loader,
+            journal=journal,
+            recall=recall,
+            position=position,
+            contribute=replica.contribute,
+            make=self._policy.make,
+            anew=anew if self._policy.word == "restart" else None,
+            **options,
+        )
+
+    def _settle(self, replica: Replica) -> bool:
+        """Whether it is known which state goes on, the loaded one or a peer's: before, the loader and its journal are left alone."""
+        if self._settled or replica.step == 0:
+            return True
+        self._loaded = self._loaded or replica.trajectory.h
+        if replica.members()[0] is None:
+            return False
+        self._settled = True
+        self._lost = self._lost and replica.trajectory.h == self._loaded
+        return True
+
+    def _inherited(self, count: int, entry: tuple[int, bytes] | None, journal: Callable[[int, bytes], None]) -> tuple[int, bytes] | None:
+        """The position with the loaders of others that are taken over at the state that was loaded."""
+        at, links = self._heritage.count, self._heritage.links
+        if not links or (entry is None and count > 0) or (entry is not None and (entry[0] > at or held(entry[1]))):
+            return entry
+        if count > at:
+            raise DataError(
+                f"whether the data of {', '.join(link.replica for link in links)} were taken over after draw {at} is not known here",
+                now="nothing was drawn",
+                todo="bring back the cursor journal of this replica, or start all replicas from one generation",
+            )
+        spot = with_orphans(entry[1] if entry is not None else None, count - (entry[0] if entry is not None else 0), links)
+        journal(count, spot)
+        return count, spot
 
 
 def _included(replica: Replica) -> int:

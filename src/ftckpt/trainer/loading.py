@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ftckpt.data.chain import Link
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.opening import opened
 from ftckpt.domain.trajectory import Trajectory, genesis
@@ -19,13 +20,14 @@ from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.cursor import restore_cursor, restore_cursor_rng
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loaders import Loaders
+from ftckpt.trainer.orphans import DataPolicy, Heritage, Orphans
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.restore import RestoreReport, restore
 from ftckpt.trainer.states import StateRegistry
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a generation is loaded, and how strictly (see ``trainer.restore``)."""
+    """What of a generation is loaded, and how strictly (see ``trainer.restore``); ``data``: None as at the last load."""
 
     only: Collection[str] | None = None
     exclude: Collection[str] = ()
@@ -33,7 +35,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     strict: Any = "exact"
     on_mismatch: Any = "error"
     with_cursor: bool = True
-    restart_data: bool = False
+    data: DataPolicy | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,8 @@ class GenerationLoader:
         self._store, self._log, self._job = store, log, job
         self._group, self._registry, self._loaders = group, registry, loaders
         self._rng: bytes | None = None
+        self._policy = DataPolicy()
+        self._orphans = Orphans(store, log, job, group.rank, group.world_size)
 
     def load(self, location: str, entry: Entry | None, replica: Replica, options: LoadOptions) -> Loaded:
         """Load shared states, then this rank's own cursor.
@@ -62,24 +66,40 @@ class GenerationLoader:
             DataError: the cursor was made by another number of ranks.
         """
         began = time.monotonic()
+        self._policy = options.data or self._policy
         with open_generation(self._store, self._job, location, entry) as generation:
             manifest = generation.manifest
             leaves = decode_leaves(generation.leaves, f"{location}/leaves.json")
             cursor = generation.cursor(replica.replica, self._group.rank) if options.with_cursor else None
-            self._check_ranks(cursor, generation, replica, options)
+            heirs = self._heirs(cursor, generation, replica) if options.with_cursor and self._loaders.kind == "own" else ()
+            only, seeded = self._present(manifest, options)
             report = restore(
                 self._registry,
                 generation.images,
                 leaves,
                 manifest.states,
-                only=options.only,
+                only=only,
                 exclude=options.exclude,
                 sources=options.sources,
                 strict=options.strict,
                 on_mismatch=options.on_mismatch,
             )
-        warnings = self._own(cursor, manifest, replica) if options.with_cursor else ()
+        warnings = seeded + (self._own(cursor, manifest, replica) if options.with_cursor else ())
+        count = manifest.counts.get(str(replica.member), 0)
+        self._loaders.settle(self._policy, Heritage(count=count, links=heirs), lost=self._resized(cursor))
         return Loaded(manifest=manifest, report=report, seconds=time.monotonic() - began, warnings=warnings)
+
+    def _present(self, manifest: Manifest, options: LoadOptions) -> tuple[Collection[str] | None, tuple[str, ...]]:
+        """Names to load: of a seed (a generation of step 0, saved before training) those that it has; the rest begins as it is."""
+        if manifest.step > 0 or options.only is not None:
+            return options.only, ()
+        sources = options.sources or {}
+        live = [s.name for s in self._registry.of_scope("shared")]
+        here = [name for name in live if name in manifest.states or name in sources]
+        absent = [name for name in live if name not in here and name not in options.exclude]
+        if not absent:
+            return None, ()
+        return here, (f"the generation of step 0 is a seed with {', '.join(manifest.states)}: {', '.join(absent)} begin as they are",)
 
     def trajectory(self, manifest: Manifest | None, tail: Entry | None) -> Trajectory:
         """The trajectory of a state just loaded because the tail says so (``open`` entries between are followed)."""
@@ -113,12 +133,16 @@ class GenerationLoader:
         self._loaders.restore(cursor.ordinal, bytes(state["loader"]))
         return ()
 
-    def _check_ranks(self, cursor: Cursor | None, generation: OpenGeneration, replica: Replica, options: LoadOptions) -> None:
-        if cursor is None or self._loaders.kind != "own" or options.restart_data or cursor.group_world_size == self._group.world_size:
-            return
-        raise DataError(
-            f"step {generation.manifest.step}: replica {replica.replica} had {cursor.group_world_size} ranks, now it has {self._group.world_size}; "
-            "their data positions cannot be handed over one to one",
-            now="nothing was loaded",
-            todo='run with as many ranks as before, use ElasticSampler, or resume(data="restart") to begin the loader anew',
-        )
+    def _resized(self, cursor: Cursor | None) -> bool:
+        return cursor is not None and cursor.group_world_size != self._group.world_size
+
+    def _heirs(self, cursor: Cursor | None, generation: OpenGeneration, replica: Replica) -> tuple[Link, ...]:
+        """Loaders of replicas that are gone, that this one goes on with. Raises DataError."""
+        if cursor is not None and self._resized(cursor) and self._policy.word != "restart":
+            raise DataError(
+                f"step {generation.manifest.step}: replica {replica.replica} had {cursor.group_world_size} ranks, now it has {self._group.world_size}; "
+                "their data positions cannot be handed over one to one",
+                now="nothing was loaded",
+                todo='run with as many ranks as before, use ElasticSampler, or resume(data="restart") to begin the loader anew',
+            )
+        return self._orphans.of(generation.manifest, generation.entry, replica.replica, self._policy)

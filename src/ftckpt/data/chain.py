@@ -1,0 +1,192 @@
+"""Several loaders as one: a replica's own, and those of replicas that are gone for good and whose data it goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from ftckpt.data.reel import END, Reel
+from ftckpt.errors import DataError
+
+CHAIN_VERSION = 1
+OWN = ""
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the loaders.
+
+    Args:
+        replica: whose it was; empty for the replica's own.
+        spot: its position (of a ``Reel`` or of a chain); None: its beginning.
+        skip: draws to pass over from there.
+    """
+
+    replica: str
+    spot: msgspec.Raw | None = None
+    skip: int = 0
+
+
+class ChainSpot(msgspec.Struct, frozen=True, kw_only=True):
+    """A position in a chain, as journalled.
+
+    Args:
+        chain: the loaders in order, the own one first.
+        epoch: that they are in together.
+    """
+
+    version: int = CHAIN_VERSION
+    chain: tuple[Link, ...]
+    epoch: int
+
+
+def held(data: bytes) -> tuple[str, ...]:
+    """Names of the replicas whose loaders a journalled position includes; none for a position of a single loader."""
+    spot = _parse(data)
+    if spot is None:
+        return ()
+    return tuple(
+        name for link in spot.chain for name in ((link.replica,) if link.replica else ()) + (held(bytes(link.spot)) if link.spot else ())
+    )
+
+
+def with_orphans(own: bytes | None, skip: int, orphans: Iterable[Link]) -> bytes:
+    """The position of a loader as that of a chain, with loaders of others behind it.
+
+    Args:
+        own: position of the own loader (of a chain too); None: its beginning.
+        skip: draws that the own loader has made since.
+        orphans: the others.
+    """
+    spot = None if own is None else msgspec.Raw(own)
+    return msgspec.json.encode(ChainSpot(chain=(Link(replica=OWN, spot=spot, skip=skip), *orphans), epoch=0))
+
+
+class Chain:
+    """What ``Reel`` is for one loader. An epoch is what is left of that epoch in each loader, one loader after the other.
+
+    Args:
+        loader: the replica's own.
+        make: makes the loader that another replica had, by its name.
+        epochs: epochs in all; None goes on for ever.
+    """
+
+    counted = False
+
+    def __init__(self, loader: Iterable[Any], make: Callable[[str], Iterable[Any]], epochs: int | None) -> None:
+        self._loader, self._make, self.epochs = loader, make, epochs
+        self._parts = [_Part(Link(replica=OWN), self._open)]
+        self._turn = 0
+        self.epoch = 0
+
+    def draw(self) -> Any:
+        """See ``Reel.draw``; ``epoch`` is then that of the batch."""
+        while self.epochs is None or self._turn < self.epochs:
+            for part in self._parts:
+                reel = part.reel()
+                reel.epochs = self._turn + 1
+                batch = reel.draw()
+                if batch is not END:
+                    part.moved = True
+                    self.epoch = reel.epoch
+                    return batch
+            self._turn += 1
+        return END
+
+    def peek(self) -> Any:
+        """See ``Reel.peek``."""
+        for part in self._parts:
+            reel = part.reel()
+            reel.epochs = self.epochs
+            batch = reel.peek()
+            if batch is not END:
+                return batch
+        return END
+
+    def snapshot(self) -> bytes:
+        """See ``Reel.snapshot``. As long as there are no others it is the own loader's position."""
+        if len(self._parts) == 1:
+            return self._parts[0].reel().snapshot()
+        return msgspec.json.encode(ChainSpot(chain=tuple(part.link() for part in self._parts), epoch=self._turn))
+
+    def restore(self, data: bytes) -> None:
+        """See ``Reel.restore``; takes positions of a single loader too."""
+        self.close()
+        spot = _parse(data)
+        links = spot.chain if spot is not None else (Link(replica=OWN, spot=msgspec.Raw(data)),)
+        self._parts = [_Part(link, self._open) for link in links]
+        self._turn = spot.epoch if spot is not None else 0
+        self._parts[0].reel()  # says now whether it can go there
+
+    def rewind(self) -> None:
+        """See ``Reel.rewind``."""
+        self.restart()
+
+    def restart(self) -> None:
+        """See ``Reel.restart``; the others are let go."""
+        self.close()
+        own = self._open(OWN, None)
+        own.restart()
+        self._parts = [_Part(Link(replica=OWN), lambda name, spot: own)]
+        self._turn = self.epoch = 0
+
+    def close(self) -> None:
+        """See ``Reel.close``."""
+        for part in self._parts:
+            part.close()
+
+    def _open(self, name: str, spot: bytes | None) -> Reel | Chain:
+        """A loader at a position. Raises DataError."""
+        loader = self._loader if name == OWN else self._make(name)
+        reel: Reel | Chain = Chain(loader, self._make, None) if spot is not None and _parse(spot) is not None else Reel(loader, None)
+        if spot is not None:
+            reel.restore(spot)
+        return reel
+
+
+class _Part:
+    """One loader of a chain, opened when it is first drawn from."""
+
+    def __init__(self, link: Link, make: Callable[[str, bytes | None], Reel | Chain]) -> None:
+        self._link, self._make = link, make
+        self._reel: Reel | Chain | None = None
+        self.moved = False
+
+    def reel(self) -> Reel | Chain:
+        """It, where its position says; what is to be skipped was drawn."""
+        if self._reel is None:
+            spot = self._link.spot
+            reel = self._make(self._link.replica, bytes(spot) if spot is not None else None)
+            for done in range(self._link.skip):
+                if reel.draw() is END:
+                    raise DataError(
+                        f"the loader of {self._link.replica or 'this replica'} ended after {done} of {self._link.skip} draws that the state includes",
+                        todo="check that the data are those of before",
+                    )
+            self._reel, self.moved = reel, self._link.skip > 0
+        return self._reel
+
+    def link(self) -> Link:
+        """Its position now."""
+        if self._reel is not None and self.moved:
+            self._link = Link(replica=self._link.replica, spot=msgspec.Raw(self._reel.snapshot()))
+            self.moved = False
+        return self._link
+
+    def close(self) -> None:
+        """Let it go."""
+        if self._reel is not None:
+            self._reel.close()
+        self._reel = None
+
+
+def _parse(data: bytes) -> ChainSpot | None:
+    """The position of a chain; None for that of a single loader, which ``Reel`` reads. Raises DataError."""
+    try:
+        spot = msgspec.json.decode(data, type=ChainSpot)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if spot.version != CHAIN_VERSION:
+        raise DataError(f"a journalled position has version {spot.version}; this release reads {CHAIN_VERSION}", todo="use a newer ftckpt")
+    return spot
