@@ -38,6 +38,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slow", type=float, default=0.05, help="seconds of sleep in each step")
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--workers", type=int, default=0, help="DataLoader workers")
+    parser.add_argument("--width", type=int, default=64, help="of the model; the state has about 12 * width^2 bytes")
     parser.add_argument("--artefacts", type=Path, default=Path("artifacts/chaos"))
     parser.add_argument("--judge", type=Path, help="judge the artefacts of an earlier run again, and run nothing")
     parser.add_argument("--plan", action="store_true", help="print the first faults of the schedule, and run nothing")
@@ -61,6 +62,7 @@ def one(args: argparse.Namespace, workload: str) -> tuple[Evidence, Path]:
         save_every=args.save_every,
         slow=args.slow,
         workers=args.workers,
+        width=args.width,
     )
     kinds = possible(needs_of(args, workload), args.nemesis)
     seconds = 1e9 if args.kills and args.minutes == 5.0 else args.minutes * 60

@@ -242,7 +242,7 @@ class Runner:
                 left.append(f"process {p.pid}: {' '.join(p.cmdline())[:200]}")
             except psutil.Error:
                 continue
-        for path in sorted((self.plan.folder / "run").rglob("*")):
+        for path in sorted(p for unit in self.job.units for p in Path(unit.child.env["FTCKPT_RUNTIME_DIR"]).rglob("*")):
             if stat.S_ISSOCK(path.lstat().st_mode):
                 left.append(f"socket {path.relative_to(self.plan.folder)}")
         return left + self._temporaries()

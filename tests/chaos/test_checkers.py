@@ -175,7 +175,7 @@ PLANTED: list[tuple[str, Checker, Change, str]] = [
         lambda e: swap(e, happened=(Happened(kind="d", time=T0, location=e.entries[0].location),)),
         "passes",
     ),
-    ("a promise broken", log.promised, one_line("step", 20, 5, saving=True, time=T0 + 100), "is not in the log"),
+    ("a promise broken", log.promised, one_line("step", 10, 5, saving=True, time=T0 + 100), "is not in the log"),
     ("an older generation", states.restored, resumed_at(0), "though #1"),
     ("from zero", states.restored, resumed_at(-1), "from zero"),
     ("a state of nobody", states.restored, one_line("resumed", 20, 4, trajectory="f" * 64), "not in the log"),

@@ -6,8 +6,10 @@ import itertools
 from collections import Counter
 
 from chaos.checkers.verdicts import Verdict, verdict
-from chaos.evidence import Evidence
+from chaos.evidence import Evidence, Happened, Line
 from ftckpt.domain.ledger import Entry
+
+EXCUSED_S = 30.0
 
 
 def acknowledged(e: Evidence) -> Verdict:
@@ -88,25 +90,37 @@ def whole(e: Evidence) -> Verdict:
 
 
 def promised(e: Evidence) -> Verdict:
-    """I6: a save that returned is in the log in the end, or a later one superseded it, however its trainer died; agents killed, stopped or
-    without a disk are excused."""
-    by_trajectory = {x.trajectory: x for x in e.entries}
-    steps = [x for x in e.entries if x.kind == "generation"]
+    """I6: a save that returned is in the log in the end, or one that descends from it, however its trainer died. Where the agent was killed
+    too, or replaced, or had no disk or log, nothing was promised."""
+    kept = {x.trajectory for x in e.entries} | _ancestors(e)
     problems, seen = [], 0
     for line in e.lines:
         if line.kind != "step" or not line.saving or line.rank != 0:
             continue
-        if any(h.machine and f"replica{line.replica}" in h.units and line.time - 1 <= h.time <= line.time + 30 for h in e.happened):
-            continue
-        if any(h.kind.startswith(("disk", "etcd")) and h.time - 5 <= line.time <= h.until + 30 for h in e.happened):
-            continue
         seen += 1
-        if line.trajectory in by_trajectory:
-            continue
-        if any(x.step >= line.step and abs(x.time - line.time) < 30 for x in steps):
-            continue  # superseded by a generation of the same time
-        problems.append(f"replica {line.replica}'s save of step {line.step} ({line.trajectory[:8]}) returned and is not in the log")
+        if line.trajectory not in kept and not any(_excuses(h, line) for h in e.happened):
+            problems.append(f"replica {line.replica}'s save of step {line.step} ({line.trajectory[:8]}) returned and is not in the log")
     return verdict("promised", problems, seen)
+
+
+def _ancestors(e: Evidence) -> set[str]:
+    """States that a generation of the log descends from."""
+    before = {m.after: m.before for m in e.made}
+    out: set[str] = set()
+    for x in e.entries:
+        at = before.get(x.trajectory) if x.kind == "generation" else None
+        while at is not None and at not in out:
+            out.add(at)
+            at = before.get(at)
+    return out
+
+
+def _excuses(h: Happened, line: Line) -> bool:
+    """Whether what happened takes back the promise of a save that returned at that time."""
+    end = max(h.time, h.until) + EXCUSED_S
+    if h.kind.startswith(("disk", "etcd", "zombie")):
+        return h.time - EXCUSED_S <= line.time <= end
+    return h.machine and f"replica{line.replica}" in h.units and line.time - 1 <= h.time <= line.time + EXCUSED_S
 
 
 def _now(there: Entry | None) -> str:

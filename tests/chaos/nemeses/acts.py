@@ -47,6 +47,10 @@ def act(job: Job, planned: Planned, entries: Sequence[Entry], hurt: frozenset[st
         return _did(planned, [unit], unit.kill(agents=name == "kill-machine"), machine=name == "kill-machine"), None
     if name in ("kill-all", "kill-all-trainers"):
         return _everything(job, planned, agents=name == "kill-all"), None
+    if name == "late-agent":
+        return _late_agent(planned, unit)
+    if name == "zombie":
+        return _zombie(job, planned, unit)
     if name in ("kill-lighthouse", "stop-lighthouse"):
         return _lighthouse(job, planned)
     if name in ("pause-etcd", "kill-etcd", "compact-etcd"):
@@ -85,6 +89,27 @@ def _one(planned: Planned, unit: Unit) -> tuple[Happened, Undo | None]:
 
 def _go_on(victims: Sequence[psutil.Process]) -> None:
     send([p for p in victims if p.is_running()], signal.SIGCONT)
+
+
+def _late_agent(planned: Planned, unit: Unit) -> tuple[Happened, Undo]:
+    agents = unit.agents()
+    if not agents:
+        raise Nothing(f"late-agent: {unit.name} has none")
+    send(agents, signal.SIGSTOP)
+    return _did(planned, [unit], unit.kill(agents=False)), lambda: _go_on(agents)
+
+
+def _zombie(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, Undo]:
+    there = unit.processes()
+    stopped = send(there, signal.SIGSTOP)
+    happened = _did(planned, [unit], stopped, machine=True)
+    job.replace(unit)
+
+    def undo() -> None:
+        _go_on(there)
+        job.bury(there, after=8.0 + planned.dice % 8)
+
+    return happened, undo
 
 
 def _everything(job: Job, planned: Planned, *, agents: bool) -> Happened:

@@ -40,6 +40,8 @@ KINDS: dict[str, Kind] = {
         Kind(name="kill-all-trainers"),  # everything but the agents
         Kind(name="kill-agent"),
         Kind(name="stop-agent", hold=(1, 10)),
+        Kind(name="late-agent", hold=(2, 14)),  # agents are stopped, the trainers die and come back, and only then do the agents go on
+        Kind(name="zombie", hold=(3, 20)),  # a unit is stopped and replaced on another machine, and then goes on
         Kind(name="kill-lighthouse", needs="peers", hold=(0.5, 8)),
         Kind(name="stop-lighthouse", needs="peers", hold=(1, 8)),
         Kind(name="pause-etcd", needs="etcd", hold=(1, 25)),

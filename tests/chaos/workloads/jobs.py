@@ -98,6 +98,7 @@ class Unit:
         self.name, self.mark, self.child = name, mark, child
         self.down_since = 0.0
         self.starts = 0
+        self.old: list[Child] = []  # of machines that were replaced
 
     def start(self) -> None:
         """Start it (again)."""
@@ -145,6 +146,8 @@ class Job:
         self.light_wanted = False
         self.units: list[Unit] = []
         self._offsets: dict[Path, int] = {}
+        self._zombies: list[tuple[float, list[psutil.Process]]] = []
+        self._machines = 0
 
     # ------------------------------------------------------------------ life
     def start(self) -> None:
@@ -179,6 +182,9 @@ class Job:
 
     def supervise(self, now: float) -> None:
         """Start again what has ended though it should not have, as a scheduler would; torchrun's own orphans are ended first, as in a container."""
+        for grave in [z for z in self._zombies if now >= z[0]]:
+            self._zombies.remove(grave)
+            send(grave[1], signal.SIGKILL)
         if not self.supervised:
             return
         for unit in self.units:
@@ -193,6 +199,20 @@ class Job:
                 self.happened.append(Happened(kind="restart", time=now, units=(unit.name,), pids=tuple(orphans), text=text))
                 unit.start()
 
+    def replace(self, unit: Unit) -> None:
+        """Start a unit on another machine, though the old one's processes are still there (stopped): as an impatient scheduler would."""
+        self._machines += 1
+        replica = self.units.index(unit)
+        unit.mark = str(self.plan.folder / f"{unit.name}-{self._machines}")
+        unit.old.append(unit.child)
+        env = {**self._env(replica, unit.mark), "FTCKPT_RUNTIME_DIR": str(self.plan.folder / "run" / f"{replica}-{self._machines}")}
+        unit.child = Child(unit.name, self._argv(replica), unit.child.log, env)
+        unit.start()
+
+    def bury(self, processes: list[psutil.Process], after: float) -> None:
+        """SIGKILL processes some seconds from now."""
+        self._zombies.append((time.time() + after, processes))
+
     def close(self) -> None:
         """End whatever is left of this job, by its marks."""
         self.supervised = False
@@ -200,11 +220,13 @@ class Job:
             if self.etcd.pid:
                 self.etcd.resume()
             self.etcd.stop()
+        for _, processes in self._zombies:
+            send(processes, signal.SIGKILL)
         for unit in self.units:
             unit.kill(agents=True)
         for p in marked(str(self.plan.folder / "lighthouse")):
             send([p], signal.SIGKILL)
-        for child in [*(u.child for u in self.units), *([self.light] if self.light else [])]:
+        for child in [*(c for u in self.units for c in (*u.old, u.child)), *([self.light] if self.light else [])]:
             if child.process is not None:
                 child.process.wait(20)
 
