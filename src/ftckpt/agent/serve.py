@@ -82,6 +82,7 @@ class Serve:
                 )
                 server.start()
                 self._server = server
+                self._desk.post(0, m.Serving(url=server.url))
             except FtckptError as e:
                 if isinstance(e, ConfigError) or not self._warned:
                     self._desk.warn("serve", f"this rank serves no peer yet: {e.what}")

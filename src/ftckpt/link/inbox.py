@@ -152,6 +152,8 @@ class Inbox:
                         self._answers[token] = message
                 case m.Welcome(url=url, log=log):
                     self.url, self.log_uuid = url, log
+                case m.Serving(url=url):
+                    self.url = url
                 case m.Warned(kind=kind):
                     self.replaced = self.replaced or kind == "replaced"
             self.changed.notify_all()

@@ -159,6 +159,12 @@ class Welcome(_Msg, frozen=True, kw_only=True):
     log: str
 
 
+class Serving(_Msg, frozen=True, kw_only=True):
+    """The agent has begun to serve peers after its ``Welcome`` (it may have to wait for the log to give it the job's secret)."""
+
+    url: str
+
+
 class SlotFree(_Msg, frozen=True, kw_only=True):
     """A slot may be used again.
 
@@ -240,9 +246,5 @@ class Drained(_Msg, frozen=True, kw_only=True):
     failed: int
 
 
-ToAgent = (
-    Hello | Attach | Layout | Save | CursorAt | Draw | Live | Publish | Retire | Note | Drain | Recall | Bye
-)
-ToTrainer = (
-    Welcome | SlotFree | Persisted | Committed | Dropped | Failed | Tail | Stray | Warned | Journal | Drained
-)
+ToAgent = Hello | Attach | Layout | Save | CursorAt | Draw | Live | Publish | Retire | Note | Drain | Recall | Bye
+ToTrainer = Welcome | Serving | SlotFree | Persisted | Committed | Dropped | Failed | Tail | Stray | Warned | Journal | Drained

@@ -33,7 +33,15 @@ def job(tmp_path: Path) -> Iterator[World]:
 
 def line(replica: str, **changes: Any) -> ReplicaInfo:
     detail = {"standing": "holds", "tail": 0, "writer": 0, **changes.pop("detail", {})}
-    values = {"incarnation": "i", "state": "live", "step": 7, "trajectory": "ab" * 32, "agents": (), "group_world_size": 1, "time": time.time()}
+    values = {
+        "incarnation": "i",
+        "state": "live",
+        "step": 7,
+        "trajectory": "ab" * 32,
+        "agents": (),
+        "group_world_size": 1,
+        "time": time.time(),
+    }
     return ReplicaInfo(replica=replica, detail=detail, **{**values, **changes})
 
 
