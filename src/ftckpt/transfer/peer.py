@@ -25,6 +25,7 @@ HEAD_BYTES = 16384
 HEADER_LINES = 64
 MAX_DOCUMENT = 1 << 30
 PIECE = 1 << 20
+LOOKS = 8  # times within the stall limit that a waiting connection looks whether others to its peer are alive
 
 
 class Flaw(Exception):
@@ -157,7 +158,7 @@ class PeerConnection:
         for block in range(blocks.first, blocks.first + blocks.count):
             upto = min(checked + block_bytes, len(view))
             while at < upto:
-                at += self._recv(channel, view[at:])
+                at += self._recv(channel, view[at:upto])
             found = digest(view[checked:upto])
             if found != digests[block]:
                 raise Flaw(f"it sent bad bytes in block {block}: expected {digests[block]}, found {found}", fatal=True)
@@ -220,9 +221,8 @@ class PeerConnection:
     def _recv(self, channel: Channel, view: memoryview) -> int:
         """At least one byte. A connection may be quiet while others to the same peer are not; then it waits on."""
         while True:
-            patience = max(0.05, self._pulse.last + self._stall_s - time.monotonic())
             try:
-                n = channel.recv_some(view, patience)
+                n = channel.recv_some(view, self._stall_s / LOOKS)
             except TimeoutError:
                 if time.monotonic() - self._pulse.last >= self._stall_s:
                     raise

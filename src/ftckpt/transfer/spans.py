@@ -6,7 +6,7 @@ from collections import deque
 
 from ftckpt.transfer.peer import Blocks
 
-LEAST = 4  # blocks per run, unless there are fewer for each connection
+LEAST = 8  # blocks per run, unless there are fewer for each connection: a request costs as much as a megabyte or two
 
 
 class Spans:
@@ -31,7 +31,7 @@ class Spans:
         if left == 0:
             return None
         fair = -(-left // self._connections)
-        run = Blocks(self._next, min(self._most, max(min(LEAST, fair), fair // 2)))
+        run = Blocks(self._next, min(self._most, max(min(LEAST, fair), 3 * fair // 4)))
         self._next += run.count
         return run
 

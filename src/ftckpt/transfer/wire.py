@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -71,6 +72,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._rest = b""
+        self._waits: dict[int, float] = {}
 
     def read_head(self, *, max_bytes: int, max_lines: int, first_s: float, whole_s: float) -> Head | None:
         """Read one head.
@@ -109,14 +111,13 @@ class Channel:
         return _parse_head(bytes(data[:end]), max_lines)
 
     def recv_some(self, view: memoryview, timeout: float) -> int:
-        """Read at least one byte into ``view``; raises TimeoutError or Closed."""
+        """Fill ``view``, or as much of it as comes within ``timeout`` seconds: at least one byte, else TimeoutError or Closed."""
         if self._rest:
             n = min(len(view), len(self._rest))
             view[:n] = self._rest[:n]
             self._rest = self._rest[n:]
             return n
-        self.sock.settimeout(timeout)
-        n = self.sock.recv_into(view)
+        n = self._recv_all(view, timeout)
         if n == 0:
             raise Closed("the connection was closed inside a body")
         return n
@@ -126,8 +127,32 @@ class Channel:
         self.sock.settimeout(stall_s)
         view = memoryview(body)
         at = self._send_first(head, view)
+        if at < len(view) and not isinstance(self.sock, ssl.SSLSocket):
+            self._kernel_waits(socket.SO_SNDTIMEO, stall_s)
         while at < len(view):
-            at += self.sock.send(view[at:])
+            try:
+                at += self.sock.send(view[at:])
+            except BlockingIOError as e:
+                raise TimeoutError("the other side took nothing") from e
+
+    def _recv_all(self, view: memoryview, timeout: float) -> int:
+        """One system call for as many bytes as come in time: waking up for each packet would cost as much as the copy itself."""
+        if isinstance(self.sock, ssl.SSLSocket):
+            self.sock.settimeout(timeout)
+            return self.sock.recv_into(view)
+        self._kernel_waits(socket.SO_RCVTIMEO, timeout)
+        try:
+            return self.sock.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError as e:
+            raise TimeoutError("no byte in time") from e
+
+    def _kernel_waits(self, option: int, seconds: float) -> None:
+        """From now on calls block, each until it is done or nothing more can be done within ``seconds``."""
+        self.sock.settimeout(None)
+        if self._waits.get(option) != seconds:
+            whole = max(1000, int(seconds * 1e6))  # none at all would mean for ever
+            self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(whole, 1_000_000)))
+            self._waits[option] = seconds
 
     def _send_first(self, head: bytes, body: memoryview) -> int:
         """Send the whole head, with as much of the body as fits beside it; returns the body bytes sent."""
