@@ -21,6 +21,19 @@ _LAZY = {
     "AtEnd": "ftckpt.domain.policy",
     "Never": "ftckpt.domain.policy",
     "Policy": "ftckpt.domain.policy",
+    "Event": "ftckpt.trainer.events",
+    "Saving": "ftckpt.trainer.events",
+    "Captured": "ftckpt.trainer.events",
+    "Committed": "ftckpt.trainer.events",
+    "Resuming": "ftckpt.trainer.events",
+    "Resumed": "ftckpt.trainer.events",
+    "WarmStarted": "ftckpt.trainer.events",
+    "Healed": "ftckpt.trainer.events",
+    "Adapter": "ftckpt.interop.adapter",
+    "BlockScaled": "ftckpt.interop.adapter",
+    "FtckptReader": "ftckpt.interop.dcp",
+    "WarmReport": "ftckpt.trainer.warmstart",
+    "ModelReport": "ftckpt.trainer.inference",
     "FtckptError": "ftckpt.errors",
 }
 
@@ -35,12 +48,25 @@ if TYPE_CHECKING:
     from ftckpt.domain.policy import Never as Never
     from ftckpt.domain.policy import Policy as Policy
     from ftckpt.errors import FtckptError as FtckptError
+    from ftckpt.interop.adapter import Adapter as Adapter
+    from ftckpt.interop.adapter import BlockScaled as BlockScaled
+    from ftckpt.interop.dcp import FtckptReader as FtckptReader
     from ftckpt.trainer.checkpointer import Checkpointer as Checkpointer
     from ftckpt.trainer.digests import digest_of as digest_of
+    from ftckpt.trainer.events import Captured as Captured
+    from ftckpt.trainer.events import Committed as Committed
+    from ftckpt.trainer.events import Event as Event
+    from ftckpt.trainer.events import Healed as Healed
+    from ftckpt.trainer.events import Resumed as Resumed
+    from ftckpt.trainer.events import Resuming as Resuming
+    from ftckpt.trainer.events import Saving as Saving
+    from ftckpt.trainer.events import WarmStarted as WarmStarted
     from ftckpt.trainer.handle import SaveHandle as SaveHandle
+    from ftckpt.trainer.inference import ModelReport as ModelReport
     from ftckpt.trainer.inference import load_model as load_model
     from ftckpt.trainer.replicas.base import Outcome as Outcome
     from ftckpt.trainer.resuming import ResumeReport as ResumeReport
+    from ftckpt.trainer.warmstart import WarmReport as WarmReport
 
     __version__: str
 

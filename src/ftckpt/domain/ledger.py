@@ -101,7 +101,7 @@ def judge(tail: Entry | None, candidate: Trajectory) -> Verdict:
     if tail is None:
         return Append(-1)
     if candidate.holds(tail.trajectory):
-        if candidate.step > tail.step:
+        if candidate.step > tail.step or _seeds(tail, candidate):
             return Append(tail.index)
         return Superseded(tail.index)
     if tail.step >= candidate.step:
@@ -109,6 +109,11 @@ def judge(tail: Entry | None, candidate: Trajectory) -> Verdict:
     if not candidate.reaches(tail.step):
         return Unprovable(tail.index)
     return Strayed(tail.index, f"tail #{tail.index} (step {tail.step}, {tail.trajectory[:8]}) is not an ancestor of step {candidate.step} ({candidate.h[:8]})")
+
+
+def _seeds(tail: Entry, candidate: Trajectory) -> bool:
+    """Whether the candidate is the untrained state that the tail, a start from zero, has opened: the seed of all that follows."""
+    return tail.kind == "open" and tail.base < 0 and candidate.h == tail.trajectory
 
 
 def standing(tail: Entry | None, live: Trajectory) -> Literal["holds", "behind", "diverged", "unknown"]:

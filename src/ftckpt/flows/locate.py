@@ -6,24 +6,22 @@ Needs no agent; the log is asked where there is one. Writes nothing but the mark
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ftckpt import config, wiring
-from ftckpt.domain.ledger import Entry
 from ftckpt.domain.lineage import Found
-from ftckpt.errors import ConfigError, LogError, NotFound
+from ftckpt.errors import ConfigError, NotFound
 from ftckpt.flows.inspect import find
 from ftckpt.flows.read import OpenGeneration, open_generation
+from ftckpt.flows.readers import reading
 from ftckpt.flows.scan import scan
 from ftckpt.format.manifest import MANIFEST, Manifest, decode
 from ftckpt.ports import BlobReader, BlobStore, CommitLog
 
 NO_LOG = "none"
-_MARK_S = 3600.0  # how long a reader's mark lasts if it dies without taking it away
 
 
 def is_path(source: str | os.PathLike[str]) -> bool:
@@ -81,30 +79,8 @@ def located(
         else:
             entry = find(found, job, None if generation is None else str(generation), step=step)
             location = entry.location
-            stack.enter_context(being_read(found, entry))
+            stack.enter_context(reading(found, entry))
         yield stack.enter_context(open_generation(store, job, location, entry))
-
-
-@contextmanager
-def being_read(log: CommitLog, entry: Entry) -> Iterator[None]:
-    """Mark a generation as being read, so that nobody deletes it meanwhile; reading goes on where the log takes no mark.
-
-    Raises:
-        NotFound: it has been withdrawn.
-    """
-    name = f"reader-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        log.read_begin(entry.index, name, ttl=_MARK_S)
-    except LogError:  # a read-only log, or one that has just gone: a mark protects, it is not needed to read
-        yield
-        return
-    try:
-        yield
-    finally:
-        try:
-            log.read_end(entry.index, name)
-        except LogError:
-            pass  # it ends by itself
 
 
 def _log(given: config.Settings, stack: ExitStack) -> CommitLog | None:

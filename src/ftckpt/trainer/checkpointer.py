@@ -387,8 +387,8 @@ class Checkpointer:
         return self._starter.warm_start(source, told, force=force)
 
     def on(self, kind: type[E], callback: Callable[[E], object]) -> None:
-        """Call ``callback`` with every event of a kind of ``ftckpt.events`` (``Saving``, ``Captured``, ``Committed``, ``Resuming``,
-        ``Resumed``, ``WarmStarted``, ``Healed``; ``Event`` for all), on the main thread; what it raises comes out of the call."""
+        """Call ``callback`` with every event of a kind (``ftckpt.Saving``, ``Captured``, ``Committed``, ``Resuming``,
+        ``Resumed``, ``WarmStarted``, ``Healed``; ``Event`` for all), on the main thread; what it raises comes out of that call."""
         self._events.on(kind, callback)
 
     def _models(self) -> list[str]:

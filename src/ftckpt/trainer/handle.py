@@ -20,10 +20,13 @@ class SaveHandle:
         step: its committed step.
         trajectory: hash of its state.
         writer: whether this replica writes it (the others only send their cursors).
+        bytes: that this rank captured.
+        seconds: that training waited for it.
     """
 
     def __init__(self, step: int, trajectory: str, link: LinkHandle | None, tail: Callable[[], Entry | None]) -> None:
         self.step, self.trajectory, self.writer = step, trajectory, link is not None
+        self.bytes, self.seconds = 0, 0.0
         self._link, self._tail = link, tail
         self._entry: Entry | None = None
 
@@ -41,6 +44,16 @@ class SaveHandle:
     def committed(self) -> bool:
         """Whether the generation is in the commit log."""
         return self.generation is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will happen to it: committed, dropped for a newer one, or failed. Never waits."""
+        return self._link.done if self._link is not None else self.committed
+
+    @property
+    def persist_seconds(self) -> float:
+        """Seconds that this rank's part took to become durable; 0 before."""
+        return self._link.seconds if self._link is not None else 0.0
 
     @property
     def generation(self) -> Entry | None:

@@ -112,7 +112,7 @@ def load_model(
             threads=threads,
         )
         if device is not None:
-            target._apply(lambda t: t if t.is_meta else t.to(device))
+            target._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
         return ModelReport(
             job=manifest.job,
             step=manifest.step,

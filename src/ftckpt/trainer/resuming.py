@@ -66,22 +66,59 @@ class Resumer:
 
     Args:
         fence: append an ``open`` entry whatever is resumed (without torchft, where no quorum decides who goes on).
+        writes: whether the log may be written at all; a reader's is not.
     """
 
     def __init__(
-        self, store: BlobStore, log: CommitLog, job: str, group: Group, loader: GenerationLoader, replica: Replica, *, fence: bool
+        self,
+        store: BlobStore,
+        log: CommitLog,
+        job: str,
+        group: Group,
+        loader: GenerationLoader,
+        replica: Replica,
+        *,
+        fence: bool,
+        writes: bool = True,
     ) -> None:
         self._store, self._log, self._job, self._group = store, log, job, group
-        self._loader, self._replica, self._fence = loader, replica, fence
+        self._loader, self._replica, self._fence, self._writes = loader, replica, fence and writes, writes
         self._rounds = 0
 
-    def resume(self, request: Request, options: LoadOptions, opening: str = "") -> ResumeReport:
+    def look(self, request: Request, *, adopt: bool = False) -> Choice:
+        """What ``resume`` would take now, alike on all ranks of the group. Loads nothing.
+
+        Args:
+            adopt: whether finished generations without record may be appended, as ``resume`` does; else nothing is written.
+
+        Raises:
+            FtckptError: (its kinds as in ``flows.select``) on all ranks of the group alike.
+        """
+        return self._choose(request, {}, adopt=adopt and self._writes)
+
+    def load(self, choice: Choice, options: LoadOptions) -> Loaded:
+        """Load states of a choice that ``resume`` will be given later.
+
+        Raises:
+            Damaged: it cannot be loaded; on all ranks alike.
+        """
+        loaded, fault = self._try(choice, options)
+        if loaded is None or fault:
+            raise Damaged(
+                f"{choice.location} cannot be loaded: {fault}",
+                now="states may be half loaded: do not train",
+                todo="ask for another generation",
+            )
+        return loaded
+
+    def resume(self, request: Request, options: LoadOptions, opening: str = "", first: Choice | None = None) -> ResumeReport:
         """Load what the recovery ladder says.
 
         Args:
             request: what is asked for.
             options: what of it is loaded.
             opening: name of the attempt for an ``open`` entry that several replicas may append together; empty: one's own.
+            first: what was chosen before (see ``look``), of which a part is loaded already; then nothing else is tried.
 
         Raises:
             FtckptError: (its kinds as in ``flows.select``) on all ranks of the group alike.
@@ -89,13 +126,13 @@ class Resumer:
         began = time.monotonic()
         faults: dict[str, Fault | None] = {}
         while True:
-            choice = self._choose(request, faults)
+            choice = first or self._choose(request, faults, adopt=self._writes)
             if not choice.location:
                 return self._begin(choice, opening, began)
             loaded, fault = self._try(choice, options)
             if loaded is not None and not fault:
                 return self._settled(choice, loaded, opening, began)
-            if not isinstance(request, Newest):
+            if not isinstance(request, Newest) or first is not None:
                 raise Damaged(
                     f"{choice.location} cannot be loaded: {fault}",
                     now="states may be half loaded: do not train",
@@ -124,9 +161,9 @@ class Resumer:
         return loaded
 
     # ------------------------------------------------------------------ steps
-    def _choose(self, request: Request, faults: dict[str, Fault | None]) -> Choice:
+    def _choose(self, request: Request, faults: dict[str, Fault | None], *, adopt: bool) -> Choice:
         def make() -> _Word:
-            return _Word(choice=choose(self._log, self._store, self._job, request, findings=dict(faults), adopt=True))
+            return _Word(choice=choose(self._log, self._store, self._job, request, findings=dict(faults), adopt=adopt))
 
         word = self._agree("choice", make)
         if word.choice is None:
@@ -183,6 +220,8 @@ class Resumer:
 
     def _open(self, base: Trajectory, index: int, tail: Entry | None, opening: str) -> Trajectory:
         """Append an ``open`` entry; another replica's with the same attempt is as good."""
+        if not self._writes:
+            return base
         attempt = opening or attempt_id(base.h, self._group.incarnation, 0)
         after = base.open(attempt)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -43,6 +44,7 @@ class Saver:
             DeadlineExceeded: no buffer became free in time (``on_busy="wait"``).
             AgentError: the agent has gone.
         """
+        began = time.monotonic()
         trajectory = self._replica.trajectory
         self._ordinal += 1
         self.last_step = trajectory.step
@@ -88,7 +90,9 @@ class Saver:
             metrics=dict(metrics),
         )
         frozen.release()
-        return SaveHandle(trajectory.step, trajectory.h, link, self._tail.read)
+        handle = SaveHandle(trajectory.step, trajectory.h, link, self._tail.read)
+        handle.bytes, handle.seconds = plan.table.image_bytes, time.monotonic() - began
+        return handle
 
     def cursor(self) -> bytes:
         """This rank's cursor at the live step, as a ``Cursor`` document."""

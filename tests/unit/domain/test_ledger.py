@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,3 +90,16 @@ def test_ones_own_entry_is_found_by_its_attempt() -> None:
 )
 def test_a_log_that_shows_less_than_was_known_has_gone_back(known: Entry | None, tail: Entry | None, log: str, told: bool) -> None:
     assert regressed(known, tail, log) is told
+
+
+@pytest.mark.covers("A16", "I2")
+def test_an_untrained_state_may_follow_the_start_from_zero_that_opened_it_and_nothing_else() -> None:
+    opened = genesis("gpt").open("00000001")
+    start = Entry(
+        index=4, kind="open", log="x", step=0, trajectory=opened.h, prev=3, base=-1, attempt="00000001", writer="a", time=0.0
+    )
+    assert judge(start, opened) == Append(4)
+    seed = msgspec.structs.replace(start, index=5, kind="generation", attempt="00000002")
+    assert judge(seed, opened) == Superseded(5)
+    assert judge(msgspec.structs.replace(start, base=2), opened) == Superseded(4)
+    assert judge(start, genesis("gpt").open("00000003")) == Superseded(4)

@@ -1,0 +1,162 @@
+"""How a job starts: weights from elsewhere, a part of the state ahead of the rest, resuming. Decides what is asked for, not what is taken."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from ftckpt.domain.sources import AtIndex, AtLocation, AtStep, Choice, Fresh, Newest, Request
+from ftckpt.errors import ConfigError, NotFound
+from ftckpt.flows import resume_token
+from ftckpt.trainer.events import Events, Resumed, Resuming, WarmStarted
+from ftckpt.trainer.loading import LoadOptions
+from ftckpt.trainer.report import RestoreReport
+from ftckpt.trainer.resuming import Resumer, ResumeReport
+from ftckpt.trainer.states import StateRegistry
+from ftckpt.trainer.tail import TailReader
+from ftckpt.trainer.warmstart import WarmOptions, WarmReport, load_into
+
+logger = logging.getLogger("ftckpt")
+
+
+class Starter:
+    """The start of one rank, from the first registration to ``resume``.
+
+    Args:
+        resumer: makes the resumer of this replica (late, since the replica is known late).
+        word: what ``ftckpt resume`` handed on.
+        restarts: how often the launcher has restarted this process.
+        must_exist: refuse a job that has nothing to load.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        registry: StateRegistry,
+        resumer: Callable[[], Resumer],
+        tail: TailReader,
+        events: Events,
+        *,
+        word: str,
+        restarts: int,
+        must_exist: bool = False,
+    ) -> None:
+        self._job, self._registry, self._tail, self._events = job, registry, tail, events
+        self._make = resumer
+        self._made: Resumer | None = None
+        self._word, self._restarts, self._must_exist = word, restarts, must_exist
+        self._ahead: Choice | None = None
+        self._loaded = RestoreReport()
+        self._forced = False
+        self._warm: WarmReport | None = None
+        self.done = False
+
+    # ------------------------------------------------------------ weights from elsewhere
+    def warm_start(self, source: str | os.PathLike[str], options: WarmOptions, *, force: bool) -> WarmReport:
+        """As ``Checkpointer.warm_start``."""
+        self._early("warm_start()")
+        if force and self._restarts:
+            logger.warning("warm_start: force is passed over in a restarted worker (restart %d)", self._restarts)
+            force = False
+        if not force:
+            choice = self._resumer().look(self._asked(None, None, False)[0])
+            if choice.location:
+                reason = f"the job has generations: resume() takes step {choice.step} ({choice.location}) instead"
+                logger.warning("warm_start: %s is passed over: %s", source, reason)
+                self._warm = WarmReport(source=os.fspath(source), loaded=False, reason=reason)
+                self._events.tell(WarmStarted(step=0, report=self._warm))
+                return self._warm
+        self._warm = load_into(self._registry, source, options)
+        self._forced = force
+        logger.info("warm_start: loaded %s from %s", ", ".join(self._warm.states), source)
+        self._events.tell(WarmStarted(step=0, report=self._warm))
+        return self._warm
+
+    # ------------------------------------------------------------ a part first
+    def ahead(self, names: Collection[str], options: LoadOptions, step: int | None, generation: int | str | None) -> ResumeReport:
+        """As ``Checkpointer.load_ahead``."""
+        self._early("load_ahead()")
+        if self._ahead is not None and (step is not None or generation is not None):
+            raise ConfigError("an earlier load_ahead() chose the generation already", todo="give step or generation to the first one only")
+        self._events.tell(Resuming(step=0))
+        if self._ahead is None:
+            self._ahead = self._resumer().look(self._asked(step, generation, False)[0], adopt=True)
+        choice = self._ahead
+        report = ResumeReport(source=choice.source, step=choice.step, location=choice.location, reasons=choice.reasons)
+        if choice.location:
+            loaded = self._resumer().load(choice, msgspec.structs.replace(options, only=list(names), with_cursor=False))
+            self._loaded.states.update(loaded.report.states)
+            self._loaded.bytes += loaded.report.bytes
+            entry = choice.entry
+            report = msgspec.structs.replace(
+                report,
+                generation=entry.index if entry is not None else None,
+                states=loaded.report,
+                bytes=loaded.report.bytes,
+                seconds=loaded.seconds,
+            )
+        self._events.tell(Resumed(step=report.step, report=report))
+        return report
+
+    # ------------------------------------------------------------ all
+    def resume(self, options: LoadOptions, step: int | None, generation: int | str | None, fresh: bool) -> ResumeReport:
+        """As ``Checkpointer.resume``; may be called again."""
+        request, opening = self._asked(step, generation, fresh)
+        first = None
+        if self._ahead is not None and not self.done:
+            if not isinstance(request, Newest) and not opening:
+                raise ConfigError("load_ahead() chose the generation already", todo="give step or generation to load_ahead()")
+            first = self._ahead if self._ahead.location else None
+            options = msgspec.structs.replace(options, exclude={*options.exclude, *self._loaded.states})
+        self._events.tell(Resuming(step=0))
+        report = self._resumer().resume(request, options, opening, first)
+        if self._must_exist and not report.location:
+            raise NotFound(f"job {self._job!r} has no generation to read", now="nothing was loaded", todo="check job, root and log")
+        report = self._complete(report)
+        self.done = True
+        for line in (*report.reasons, *report.passed_over, *report.warnings):
+            logger.info("resume: %s", line)
+        self._events.tell(Resumed(step=report.step, report=report))
+        return report
+
+    def _complete(self, report: ResumeReport) -> ResumeReport:
+        """With what was loaded before ``resume``."""
+        if self.done:
+            return report
+        if self._loaded.states and report.states is not None:
+            states = RestoreReport(
+                states=self._loaded.states | report.states.states,
+                unread=[n for n in report.states.unread if n not in {s.source for s in self._loaded.states.values()}],
+                bytes=report.states.bytes + self._loaded.bytes,
+            )
+            report = msgspec.structs.replace(report, states=states, bytes=states.bytes)
+        if self._warm is not None and self._warm.loaded and not report.location:
+            line = f"warm start: {', '.join(self._warm.states)} of {self._warm.source}"
+            report = msgspec.structs.replace(report, reasons=(*report.reasons, line))
+        return report
+
+    def _asked(self, step: int | None, generation: int | str | None, fresh: bool) -> tuple[Request, str]:
+        if sum((step is not None, generation is not None, fresh)) > 1:
+            raise ConfigError("step, generation and fresh exclude one another", todo="give one of them")
+        if step is not None:
+            return AtStep(step), ""
+        if generation is not None:
+            return (AtIndex(generation) if isinstance(generation, int) else AtLocation(generation)), ""
+        if fresh or (self._forced and not self.done):
+            return Fresh(), ""
+        if not self._word:
+            return Newest(), ""
+        request, token = resume_token.request(self._word, self._job, self._tail.read())
+        return request, token.request if token is not None else ""
+
+    def _resumer(self) -> Resumer:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _early(self, call: str) -> None:
+        if self.done:
+            raise ConfigError(f"{call} comes before resume()", now="nothing was loaded", todo="call it before resume()")
