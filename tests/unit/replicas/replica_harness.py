@@ -106,12 +106,19 @@ class World:
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def restart_lighthouse(self) -> None:
-        """A new lighthouse, without memory, at the old one's address."""
+    def restart_lighthouse(self, members: int) -> None:
+        """A new lighthouse, without memory, at the old one's address; returns when it hears so many replicas."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(10)
+        log = self.root / "lighthouse.out"
+        begin = log.stat().st_size
         self._process = self._light()
+        until = time.monotonic() + 20
+        while f"[{members} heartbeating]" not in log.read_bytes()[begin:].decode():
+            if time.monotonic() > until:
+                raise TimeoutError(f"the lighthouse does not hear {members} replicas")
+            time.sleep(0.05)
 
     def start(self, *names: str, **options: Any) -> list[Handle]:
         """Replicas of one rank each, all started at once; ready when this returns."""

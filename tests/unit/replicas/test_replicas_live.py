@@ -294,13 +294,32 @@ def test_a_restart_of_the_lighthouse_costs_time_and_no_state(tmp_path: Path) -> 
     world = World(tmp_path, apart=True)
     try:
         a, b = ready(world, "a", "b")
-        together([a, b], "until", step=4)
         before = a.call("state")
-        world.restart_lighthouse()
-        time.sleep(1)  # it forms quorums of those whose heartbeat it has seen
+        world.restart_lighthouse(2)
         answers = together([a, b])
         assert [x["vote"] for x in answers] == [True, True], answers
         assert answers[0]["step"] == before["step"] + 1
         assert answers[0]["h"] == answers[1]["h"]
+    finally:
+        world.close()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("I3")
+def test_a_restarted_lighthouse_that_counts_from_one_again_does_not_mix_members_of_two_groups(tmp_path: Path) -> None:
+    world = World(tmp_path, apart=True)
+    try:
+        a, b = ready(world, "a", "b")  # the first quorum of the first lighthouse
+        a.stop()
+        world.restart_lighthouse(1)
+        alone = b.call("step")  # the first quorum of the second, with the process group of two still at hand
+        assert alone["vote"], alone
+        assert len(alone["present"]) == 1
+        a.resume()
+        time.sleep(1)
+        answers = together([b, a])
+        assert [x["vote"] for x in answers] == [True, True], answers
+        assert answers[1]["healed"]
+        assert answers[0]["w"] == answers[1]["w"]
     finally:
         world.close()

@@ -180,6 +180,8 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
         on_event: tell people (kind, text); any thread.
         rivals: words for an end as diverged: which live replicas are on the trajectory of this tail; empty if none is seen. Main
             thread; bounded by the log's own deadline.
+        ahead: words about a live replica that has made steps of which the log has no generation yet; empty if none is seen. Asked
+            before a step from zero, on torchft's quorum thread; bounded by the log's own deadline.
         on_vote: a vote is about to be held to which this replica contributes (trajectory hash before the step, attempt nonce).
         on_made: a step was committed (trajectory hash before, after, step, (member, nonce) of everybody whose draws are in it).
     """
@@ -190,6 +192,7 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
     on_boundary: Callable[[], None] = lambda: None
     on_event: Callable[[str, str], None] = lambda kind, text: None
     rivals: Callable[[Entry], str] = lambda tail: ""
+    ahead: Callable[[], str] = lambda: ""
     on_vote: Callable[[str, int], None] = lambda before, nonce: None
     on_made: Callable[[str, str, int, tuple[tuple[int, int], ...]], None] = lambda before, after, step, parts: None
 

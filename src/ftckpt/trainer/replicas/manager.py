@@ -239,6 +239,8 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         slot = self.standing.slot(spare=self._participating_replica_rank is None)
         self._vector = StepVector(self._pg, self._device)
         try:
+            if self._pg.size() != quorum.replica_world_size:
+                raise RuntimeError(f"the process group has {self._pg.size()} members, the quorum {quorum.replica_world_size}")
             self._vector.launch(slot, quorum.replica_rank, quorum.replica_world_size)
         except PG_ERRORS as e:
             self.report_error(e)

@@ -143,8 +143,11 @@ class Member:
             alone=world_size == 1,
         )
         tail, readable = self.tail()
-        self.now.stance = self.bounds.stance(tail, readable, self.voting, quorum)
-        return self.now.stance.go
+        stance = self.bounds.stance(tail, readable, self.voting, quorum)
+        if stance.go and self.now.empty and tail is None and (ahead := self._callbacks.ahead()):
+            stance = Stance(False, Act.KEEP, ahead)
+        self.now.stance = stance
+        return stance.go
 
     # ------------------------------------------------------------------ the vote
     @property
