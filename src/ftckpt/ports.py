@@ -27,6 +27,8 @@ class BlobWriter(Protocol):
     Leaving the ``with`` block without ``commit`` removes what was written.
     """
 
+    in_order: bool  # bytes had better come in ascending order (an upload): those that come early are held in memory
+
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write at a byte offset. Offsets may come in any order, and from several threads."""
 

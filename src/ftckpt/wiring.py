@@ -25,7 +25,8 @@ from ftckpt.ports import BlobStore, CommitLog
 if TYPE_CHECKING:
     from ftckpt.commitlog.memory import MemoryStore as LogMemory
 
-STORE_SCHEMES = ("file", "memory")
+OBJECT_SCHEMES = ("s3", "gs", "az")
+STORE_SCHEMES = ("file", *OBJECT_SCHEMES, "memory")
 LOG_SCHEMES = ("sqlite", "etcd", "etcds", "memory")
 LOG_FILE = "commit-log.sqlite3"
 MARKER = "job.json"
@@ -85,11 +86,21 @@ def open_store(root_url: str, *, create: bool = False, write: bool = False) -> B
     """
     path = root_path(root_url)
     if path is None:
-        return _memory_store(urlsplit(root_url).netloc)
+        return _object_store(root_url) if urlsplit(root_url).scheme in OBJECT_SCHEMES else _memory_store(urlsplit(root_url).netloc)
     _check_directory(path, create, write)
     from ftckpt.stores.local import LocalStore
 
     return LocalStore(path)
+
+
+def _object_store(url: str) -> BlobStore:
+    try:
+        from ftckpt.stores.object_url import open_object_store
+    except ModuleNotFoundError as e:
+        if e.name != "obstore":
+            raise
+        raise ConfigError(f"root {url!r} needs obstore", now="nothing was changed", todo="pip install 'ftckpt[objects]'") from e
+    return open_object_store(url)
 
 
 @cache

@@ -124,22 +124,34 @@ def write_shard(
     image = image.cast("B")[: table.image_bytes]
     header_bytes = len(shard_header(table))
     group = max(table.block_bytes, GROUP_BYTES // table.block_bytes * table.block_bytes)
+    starts = range(0, table.image_bytes, group)
     with store.writer(path, header_bytes + table.image_bytes) as writer:
 
-        def one(start: int) -> tuple[str, ...]:
+        def digested(start: int) -> tuple[str, ...]:
+            return digest_blocks(image[start : start + group], table.block_bytes)
+
+        def written(start: int) -> None:
             part = image[start : start + group]
-            if pace is not None:
-                pace(len(part))
-            digests = digest_blocks(part, table.block_bytes)
             writer.write_at(header_bytes + start, part)
             if progress is not None:
                 progress(len(part))
+
+        def both(start: int) -> tuple[str, ...]:
+            if pace is not None:
+                pace(min(group, table.image_bytes - start))
+            digests = digested(start)
+            written(start)
             return digests
 
-        digests = _in_order(one, range(0, table.image_bytes, group), threads)
+        # a header has the digests, so that what is uploaded in order is read twice: hashing is far faster than any network
+        digests = _in_order(digested if writer.in_order else both, starts, threads)
         table = msgspec.structs.replace(table, digests=tuple(digests))
         header = shard_header(table)
         _write_header(writer, header, header_bytes)
+        for start in starts if writer.in_order else ():
+            if pace is not None:
+                pace(min(group, table.image_bytes - start))
+            written(start)
         writer.commit()
     return table, ShardInfo(
         file=path.rsplit("/", 1)[-1],

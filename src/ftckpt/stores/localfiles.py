@@ -152,6 +152,8 @@ class LocalWriter:
         direct: whether to try O_DIRECT.
     """
 
+    in_order = False
+
     def __init__(
         self,
         ops: PosixOps,

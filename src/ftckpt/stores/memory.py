@@ -106,6 +106,8 @@ class MemoryStore:
 class MemoryWriter:
     """A large file being written; see ``BlobWriter``."""
 
+    in_order = False
+
     def __init__(self, store: MemoryStore, path: str, size: int) -> None:
         self._store, self._path = store, path
         self._data = bytearray(size)

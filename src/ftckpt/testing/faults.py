@@ -219,6 +219,7 @@ class FaultyWriter:
 
     def __init__(self, store: FaultyStore, path: str, inner: BlobWriter, rate: float) -> None:
         self._store, self._path, self._inner, self._rate = store, path, inner, rate
+        self.in_order = inner.in_order
 
     def __enter__(self) -> Self:
         self._store.act("open", self._path, self._inner.__enter__)
