@@ -16,12 +16,14 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
         connect: for a connection to be accepted.
         stall: without a single byte from a source, before it is dropped.
         find: for any source to publish the step.
+        others: for the other sources to publish it too, once the assigned one has failed; None: as long as ``find``.
         total: for everything; None: as long as bytes flow.
     """
 
     connect: float = 5.0
     stall: float = 5.0
     find: float = 60.0
+    others: float | None = None
     total: float | None = None
 
 

@@ -38,6 +38,7 @@ class Source:
         self.load = 0
         self.strikes = 0
         self.served = time.monotonic()  # when a block came last, or it was asked first
+        self.idle: list[PeerConnection] = []  # open, and used by nobody
 
 
 class Roster:
@@ -59,6 +60,7 @@ class Roster:
         self._tls = tls
         self._line: SnapshotLine | None = None
         self._refusals: list[FtckptError] = []
+        self._alone_since = 0.0
         self._connections: set[PeerConnection] = set()
 
     # ------------------------------------------------------------------ who has it
@@ -95,11 +97,11 @@ class Roster:
         try:
             self._ask(source, connection)
         except Flaw as flaw:
+            self.disconnect(connection)
             self.drop(source, flaw)
         except FtckptError as e:
-            self.drop(source, Flaw(e.what, fatal=True))
-        finally:
             self.disconnect(connection)
+            self.drop(source, Flaw(e.what, fatal=True))
 
     def _ask(self, source: Source, connection: PeerConnection) -> None:
         deadline = self.started + self.order.patience.find
@@ -120,6 +122,7 @@ class Roster:
             check_name("snapshot", line.snapshot)
             with self.changed:
                 source.line, source.state = line, "offers"
+                source.idle.append(connection)
                 self._compare(source)
                 self.changed.notify_all()
             return
@@ -150,7 +153,7 @@ class Roster:
                     first_seen = first_seen or now
                     if now >= first_seen + GRACE_S or not any(i < offers[0] for i in asked):
                         return self.sources[offers[0]]
-                elif not asked:
+                elif self.forsaken():
                     raise self.failure()
                 self.check_total()
                 self.changed.wait(0.05 if offers else TICK_S)
@@ -163,7 +166,7 @@ class Roster:
         try:
             doc = decode(connection.document(f"snapshots/{line.snapshot}"), SnapshotDoc, source.url)
         finally:
-            self.disconnect(connection)
+            self.rest(source, connection)
         check_doc(doc, self.order.job, self.order.step, source.url)
         if line_of(doc) != line:
             raise PeerError(f"{source.url} listed another snapshot than it delivered")
@@ -180,8 +183,15 @@ class Roster:
         log.warning("step %d: gave up %s: %s", self.order.step, source.url, flaw.why)
 
     def forsaken(self) -> bool:
-        """Whether nobody is left. Lock held."""
-        return all(s.state == "out" for s in self.sources)
+        """Whether nobody is left, or only such as were not assigned and have had their time. Lock held."""
+        if all(s.state == "out" for s in self.sources):
+            return True
+        if self.sources[0].state != "out" or any(s.state in ("offers", "used") for s in self.sources):
+            self._alone_since = 0.0
+            return False
+        self._alone_since = self._alone_since or time.monotonic()
+        others = self.order.patience.others
+        return others is not None and time.monotonic() - self._alone_since >= others
 
     def check_total(self) -> None:
         """Raise DeadlineExceeded when the time for everything is over. Lock held."""
@@ -208,11 +218,15 @@ class Roster:
         return PeerError(text, now=self.standing, todo="see the log of the agents named; the next quorum names other sources")
 
     def _reasons(self) -> str:
-        return "; ".join(f"{s.url}: {s.flaw.why or s.state}" for s in self.sources)
+        said = {"asked": "it has not published the step"}
+        return "; ".join(f"{s.url}: {s.flaw.why or said.get(s.state, s.state)}" for s in self.sources)
 
     # ------------------------------------------------------------------ connections and threads
     def connect(self, source: Source) -> PeerConnection:
-        """A connection to a source (opened by its first request); it is aborted when the fetch ends."""
+        """A connection to a source: an idle one, or one that its first request opens. It is aborted when the fetch ends."""
+        with self.changed:
+            if source.idle:
+                return source.idle.pop()
         patience = self.order.patience
         connection = PeerConnection(
             source.url,
@@ -228,6 +242,11 @@ class Roster:
             if self.stopped:
                 connection.abort()
         return connection
+
+    def rest(self, source: Source, connection: PeerConnection) -> None:
+        """Keep a connection for the next that wants one to this source."""
+        with self.changed:
+            source.idle.append(connection)
 
     def disconnect(self, connection: PeerConnection) -> None:
         """Close a connection and forget it."""
@@ -255,6 +274,9 @@ class Roster:
         with self.changed:
             self.stopped = True
             open_now = list(self._connections)
+            idle = [connection for source in self.sources for connection in source.idle]
             self.changed.notify_all()
         for connection in open_now:
             connection.abort()
+        for connection in idle:
+            connection.close()
