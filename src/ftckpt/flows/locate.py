@@ -79,7 +79,7 @@ def located(
         else:
             entry = find(found, job, None if generation is None else str(generation), step=step)
             location = entry.location
-            stack.enter_context(reading(found, entry))
+            stack.enter_context(reading(found, entry, who="reader"))
         yield stack.enter_context(open_generation(store, job, location, entry))
 
 
