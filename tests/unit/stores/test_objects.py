@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +94,9 @@ def test_large_objects_go_in_parts_and_come_back_by_ranges(flaky: tuple[ObjectSt
 @pytest.mark.covers("F4", "I1")
 def test_a_large_object_given_up_leaves_no_parts(store: ObjectStore, backend: str) -> None:
     data = big(20 << 20)
-    with pytest.raises(KeyError):
-        with store.writer("d/large", len(data)) as writer:
-            writer.write_at(0, data[: 18 << 20])
-            raise KeyError
+    with suppress(KeyError), store.writer("d/large", len(data)) as writer:
+        writer.write_at(0, data[: 18 << 20])
+        raise KeyError
     with store.writer("d/other", len(data)) as writer:
         writer.write_at(0, data)  # and never committed
     assert list(store.files()) == []
@@ -104,10 +104,10 @@ def test_a_large_object_given_up_leaves_no_parts(store: ObjectStore, backend: st
 
 
 def test_a_large_object_never_replaces_another(store: ObjectStore, backend: str) -> None:
-    with pytest.raises(StoreError, match="exists"):
-        with store.writer("d/large", 9 << 20) as writer:
-            writer.write_at(0, bytes(9 << 20))
-            store.put("d/large", b"first")
+    with store.writer("d/large", 9 << 20) as writer:
+        writer.write_at(0, bytes(9 << 20))
+        store.put("d/large", b"first")
+        with pytest.raises(StoreError, match="exists"):
             writer.commit()
     assert store.get("d/large") == b"first"
     assert uploads(backend, BUCKET) == 0
