@@ -60,8 +60,9 @@ class EtcdV3RendezvousHandler(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """See base class."""
         with self._etcd.patient():
+            closed_before = self.is_closed()
             done = super().shutdown()
-        if done:
+        if done and not closed_before:  # else its time runs already, and starts that come too early must not lengthen it
             try:
                 self._etcd.let_go(self._closed_ttl)
             except RendezvousConnectionError as error:

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.utils import store as store_util
 
 from ftckpt.commitlog.etcd_keys import EtcdKeys
@@ -102,6 +102,23 @@ def test_a_closed_state_is_forgotten_soon(backend: EtcdV3RendezvousBackend) -> N
     backend.let_go(1)
     assert backend.get_state() is not None
     eventually("it is gone", lambda: backend.get_state() is None, 8)
+
+
+def test_starts_that_come_too_early_do_not_keep_a_rendezvous_closed(server: EtcdServer) -> None:
+    def start() -> bool:
+        parameters = RendezvousParameters("etcd-v3", server.endpoint, "early", 1, 1, "127.0.0.1", closed_ttl=3)
+        handler = create_etcd_v3_handler(parameters)
+        try:
+            handler.next_rendezvous()
+        except RendezvousClosedError:
+            return False
+        finally:
+            handler.shutdown()
+        return True
+
+    assert start()
+    assert not start()
+    eventually("it starts again though somebody tried all the time", start, 15)
 
 
 def test_a_lease_that_was_lost_is_replaced(server: EtcdServer, keys: EtcdKeys, backend: EtcdV3RendezvousBackend) -> None:
