@@ -102,3 +102,16 @@ def test_keep_is_a_number_rules_or_a_policy_value() -> None:
     assert load(env={"FTCKPT_KEEP": "every:100"}).validate().keep == "every:100"
     with pytest.raises(ConfigError, match="keep='sometimes'"):
         load({"keep": "sometimes"}, env={}).validate()
+
+
+@pytest.mark.covers("F6")
+def test_cp_copies_and_the_copy_becomes_a_job_of_its_own(ftckpt: Any, job: World, tmp_path: Path) -> None:
+    to = tmp_path / "elsewhere"
+    copied = json_of(ftckpt("cp", JOB, str(to), "--step", "10", "--tier", "cold", "--full", "--json"))["copied"]
+    assert (copied["step"], copied["files"]) == (10, 5)
+    assert job.log.placements(1) == {"cold": to.as_uri()}
+    assert ftckpt("verify", JOB, "--no-log", "--root", str(to))[0] == 0
+    assert ftckpt("log", "rebuild", JOB, "--root", str(to), "--yes")[0] == 0
+    assert json_of(ftckpt("resume", JOB, "--root", str(to), "--dry-run", "--json"))["step"] == 10
+    assert ftckpt("cp", JOB, str(to), "--no-log")[1].startswith("step 15")
+    assert ftckpt("cp", JOB, str(to), "#9")[0] == 3
