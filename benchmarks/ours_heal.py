@@ -11,6 +11,7 @@ from pathlib import Path
 from ftckpt import Checkpointer, Never
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
+from ftckpt.trainer.peers import Peers
 from ftckpt.trainer.restore import restore
 from state import build
 
@@ -44,7 +45,7 @@ def _member(mb: int, folder: Path, replica: str, seed: int, at: _At) -> tuple[Ch
     ckpt.register(model=model, optimizer=optimizer)
     session = ckpt._session  # the carrier is torchft's; here nobody votes, so that only the transfer is measured
     session.prepare(session.full)
-    carrier = HealCarrier(session, secret=ckpt._secret, trajectory=at, peers=list)
+    carrier = HealCarrier(session, trajectory=at, peers=Peers(ckpt._log, SECRET, replica, 0, bytes))
     return ckpt, carrier
 
 
@@ -84,7 +85,7 @@ def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
                 pipe.send(step)
                 capture = pipe.recv()
                 begun = time.perf_counter()
-                arrived = carrier.fetch(metadata, step, PATIENCE)["user"][STATES]
+                arrived = carrier.fetch(metadata, step, PATIENCE, lambda state: None)["user"][STATES]
                 if not isinstance(arrived, Arrived):
                     raise TypeError("no state arrived")
                 restore(ckpt.registry, [arrived.image], arrived.leaves, arrived.states)

@@ -69,7 +69,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     quorum_s: float = 120.0
     connect_s: float = 10.0
     heal_s: float = 600.0
-    heal_stall_s: float = 30.0
+    heal_stall_s: float = 10.0
 
     def problems(self) -> list[str]:
         """All values and orders that cannot hold, one sentence each."""

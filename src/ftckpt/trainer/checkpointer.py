@@ -28,6 +28,7 @@ from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader, LoadOptions
 from ftckpt.trainer.options import manager_options
 from ftckpt.trainer.orphans import DataPolicy
+from ftckpt.trainer.peers import Peers
 from ftckpt.trainer.replicas.base import Callbacks, Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.restore import restore
@@ -39,6 +40,7 @@ from ftckpt.trainer.starting import Starter
 from ftckpt.trainer.states import Scope, StateRegistry
 from ftckpt.trainer.tail import TailReader
 from ftckpt.trainer.warmstart import Format, WarmOptions, WarmReport
+from ftckpt.transfer.client import Progress
 from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, read_secret, vouching
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ftckpt")
 LIVE_INTERVAL_S = 0.5
+HEAL_SHOWN_S = 1.0  # a heal that takes longer tells how far it is, that often
 
 
 class Checkpointer:
@@ -84,7 +87,8 @@ class Checkpointer:
         )  # fmt: skip
         self._ledger = SampleLedger()
         self._last: Outcome | None = None
-        self._told = 0.0
+        self._told = self._shown = 0.0
+        self._live: tuple[str, Trajectory, dict[str, str | int | float]] | None = None
         self._resumer: Resumer | None = None
         self._resumed = self._closed = False
 
@@ -212,7 +216,10 @@ class Checkpointer:
             raise ConfigError("torchft_manager() must be called once, before register(), resume() and batches()")
         from ftckpt.trainer.replicas.torchft import FtReplica, build_manager
 
-        carrier = HealCarrier(self._session, secret=self._secret, trajectory=lambda: self.replica.trajectory, peers=self._peers)
+        secret = bytes.fromhex(read_secret(self.settings.secret_file))
+        peers = Peers(self._log, secret, self.settings.replica, self.group.rank, lambda: os.urandom(32))
+        peers.prepare()
+        carrier = HealCarrier(self._session, trajectory=lambda: self.replica.trajectory, peers=peers, on_progress=self._healing)
         callbacks = Callbacks(
             tail=self._tail.read,
             known_tail=self._tail.known,
@@ -260,16 +267,19 @@ class Checkpointer:
         for name, obj in states.items():
             self.add(name, obj)
 
-    def add(self, name: str, obj: Any, *, kind: Any = "auto", scope: Scope = "shared", only_trainable: bool = False) -> None:
+    def add(
+        self, name: str, obj: Any, *, kind: Any = "auto", scope: Scope = "shared", only_trainable: bool = False, cursor: bool = True
+    ) -> None:
         """Register one state with options.
 
         Args:
             kind: "auto", "module", "optimizer" or "tree".
             scope: "shared" (one for all replicas) or "replica" (each rank's own).
             only_trainable: models: leave out what needs no gradient.
+            cursor: the loader: False does not keep its position; it begins anew at each start, with a warning.
         """
         if kind == "auto" and scope == "shared" and _is_loader(obj):
-            self._loaders.add(name, obj)
+            self._loaders.add(name, obj, cursor=cursor)
         else:
             self.registry.add(name, obj, kind=kind, scope=scope, only_trainable=only_trainable)
 
@@ -590,7 +600,19 @@ class Checkpointer:
         detail: dict[str, str | int | float] = {"writer": int(self._last is not None and self._last.writer)}
         if agents := self._addresses.all():
             detail["agents"] = agents
-        client.live("joining" if self.replica.blank else "live", self.replica.trajectory, detail)
+        self._live = ("joining" if self.replica.blank else "live", self.replica.trajectory, detail)
+        client.live(*self._live)
+
+    def _healing(self, progress: Progress) -> None:
+        """Quorum thread: a heal that takes long shows in the replica's line."""
+        if self._live is None or progress.seconds - self._shown < HEAL_SHOWN_S or not self._session.client.alive:
+            self._shown = min(self._shown, progress.seconds)
+            return
+        self._shown = progress.seconds
+        state, trajectory, detail = self._live
+        rate = progress.done / max(progress.seconds, 1e-9) / 1e6
+        share = 100 * progress.done // max(progress.bytes, 1)
+        self._session.client.live(state, trajectory, {**detail, "heal": f"{share} % of {progress.bytes} bytes at {rate:.0f} MB/s"})
 
     def _load_arrived(self, arrived: Any) -> None:
         """Main thread, in torchft's heal: a peer's verified bytes into the live objects."""
@@ -600,13 +622,9 @@ class Checkpointer:
             restore(self.registry, [arrived.image], arrived.leaves, arrived.states)
         finally:
             arrived.release()
-        size = arrived.image.table.image_bytes
-        self._session.client.note(
-            "healed",
-            f"{size} bytes from {', '.join(arrived.sources)} in {arrived.seconds:.3f} s",
-            {"bytes": size, "seconds": arrived.seconds},
-        )
-        self._events.tell(Healed(step=self.replica.step, bytes=size, seconds=arrived.seconds, sources=tuple(arrived.sources)))
+        step, size = self.replica.step, arrived.image.table.image_bytes
+        self._session.client.note("healed", f"step {step}: {arrived.text}", {"step": step, **arrived.detail})
+        self._events.tell(Healed(step=step, bytes=size, seconds=arrived.seconds, sources=tuple(arrived.sources)))
 
     def _note(self, kind: str, text: str) -> None:
         if self._session.client.alive:
@@ -614,22 +632,6 @@ class Checkpointer:
 
     def _load_tail(self, index: int) -> None:
         self._make_resumer().reload(index)
-
-    def _secret(self) -> bytes:
-        told = read_secret(self.settings.secret_file)
-        return bytes.fromhex(told) if told else self._log.secret(os.urandom(32))
-
-    def _peers(self) -> list[str]:
-        try:
-            lines = self._log.replicas()
-        except FtckptError:
-            return []
-        rank = self.group.rank
-        return [
-            info.agents[rank]
-            for info in lines
-            if info.replica != self.settings.replica and info.state == "live" and len(info.agents) > rank
-        ]
 
     def _need_resumed(self, call: str) -> None:
         if not self._resumed:

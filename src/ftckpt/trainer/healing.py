@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable
 
 import msgspec
 
@@ -14,10 +15,15 @@ from ftckpt.format.leaves import decode_leaves, encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.trainer.capture import Frozen, Plan
 from ftckpt.trainer.inline import decode_value, encode_value
+from ftckpt.trainer.peers import Peers
 from ftckpt.trainer.replicas.base import State
 from ftckpt.trainer.session import Session
-from ftckpt.transfer.client import Fetched, Patience, fetch
+from ftckpt.transfer.client import Fetched, Patience, Progress, fetch
 from ftckpt.transfer.document import SnapshotDoc
+
+OTHERS_S = 2.0
+"""How long sources that were not assigned may take to show the step, once the assigned one has failed: they publish at the same
+quorum or not at all, and everybody waits."""
 
 STATES = "ftckpt.states"
 """Key under ``"user"`` that stands for the registered states: their bytes travel in the image, not in the document."""
@@ -38,22 +44,53 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     leaves: dict[str, object]
     states: dict[str, StateInfo]
     sources: dict[str, int]
+    dropped: dict[str, str]
+    retries: int
     seconds: float
     release: Callable[[], None]
 
+    @property
+    def text(self) -> str:
+        """What was taken from whom, for people."""
+        size = self.image.table.image_bytes
+        whom = ", ".join(f"{url} ({n} bytes)" for url, n in self.sources.items()) or "a peer"
+        rate = size / max(self.seconds, 1e-9) / 1e6
+        lost = "".join(f"; gave up {url}: {why}" for url, why in self.dropped.items())
+        return f"{size} bytes from {whom} in {self.seconds:.3f} s ({rate:.0f} MB/s), {self.retries} retries{lost}"
+
+    @property
+    def detail(self) -> dict[str, str | int | float]:
+        """The same for programs."""
+        return {
+            "bytes": self.image.table.image_bytes,
+            "seconds": self.seconds,
+            "retries": self.retries,
+            "sources": " ".join(self.sources),
+            "dropped": " ".join(self.dropped),
+        }
+
 
 class HealCarrier:
-    """The ``Carrier`` of a torchft replica (see ``replicas.base``)."""
+    """The ``Carrier`` of a torchft replica (see ``replicas.base``).
+
+    Args:
+        trajectory: of the live state.
+        peers: who else may hold what is fetched.
+        on_progress: told a few times per second how far a fetch is, on the thread that fetches.
+        tls: for agents that serve ``https``.
+    """
 
     def __init__(
         self,
         session: Session,
         *,
-        secret: Callable[[], bytes],
         trajectory: Callable[[], Trajectory],
-        peers: Callable[[], list[str]],
+        peers: Peers,
+        on_progress: Callable[[Progress], None] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._session, self._secret, self._trajectory, self._peers = session, secret, trajectory, peers
+        self._session, self._trajectory, self._peers = session, trajectory, peers
+        self._on_progress, self._tls = on_progress, tls
         self._plan: Plan | None = None
         self._frozen: Frozen | None = None
         self._published: list[str] = []
@@ -100,49 +137,68 @@ class HealCarrier:
             self._session.client.retire(snapshot)
 
     # ------------------------------------------------------------ joiner
-    def fetch(self, metadata: str, step: int, timeout: float) -> State:
+    def fetch(self, metadata: str, step: int, timeout: float, admit: Callable[[State], None]) -> State:
         try:
             address = msgspec.json.decode(metadata, type=Address)
         except msgspec.DecodeError as e:
             raise PeerError(f"step {step}: the source's address cannot be read: {e}", now="nothing was taken") from e
-        return self._take([address.url], step, timeout)
+        session, deadlines = self._session, self._session.settings.deadlines
+        others = [url for url in self._peers.urls() if url != session.client.url]
+        room, offered = _Room(session), dict[str, State]()
 
-    def elsewhere(self, step: int, timeout: float) -> Iterator[State]:
-        own = self._session.client.url
-        for url in self._peers():
-            if url and url != own:
-                yield self._take([url], step, timeout)
+        def accept(doc: SnapshotDoc) -> None:
+            state = _state_of(doc)
+            admit(state)
+            offered[doc.snapshot] = state
 
-    def _take(self, urls: list[str], step: int, timeout: float) -> State:
-        deadlines = self._session.settings.deadlines
-        job = self._session.client.config.job
-        room = _Room(self._session)
+        patience = Patience(
+            connect=min(deadlines.connect_s, timeout),
+            stall=deadlines.heal_stall_s,
+            find=timeout,
+            others=min(OTHERS_S, timeout),
+            total=deadlines.heal_s,
+        )
         try:
-            patience = Patience(
-                connect=min(deadlines.connect_s, timeout), stall=deadlines.heal_stall_s, find=timeout, total=deadlines.heal_s
+            got = fetch(
+                [address.url, *others],
+                step,
+                session.client.config.job,
+                self._peers.secret(),
+                room.take,
+                accept=accept,
+                patience=patience,
+                on_progress=self._on_progress,
+                tls=self._tls,
             )
-            got = fetch(urls, step, job, self._secret(), room.take, patience=patience)
-            return self._state_of(got, room)
+            state = offered[got.doc.snapshot]
+            state["user"][STATES] = _arrived(got, room)
+            return state
         except BaseException:
             room.release()
             raise
 
-    def _state_of(self, got: Fetched, room: _Room) -> State:
-        where = ", ".join(got.sources)
-        extra = decode_leaves(bytes(got.doc.extra), f"snapshot from {where}")
-        state = decode_value(extra["state"])
-        if not isinstance(state, dict) or not isinstance(state.get("user"), dict):
-            raise PeerError(f"the snapshot from {where} has no replica state", now="nothing was taken from it")
-        image = Image(got.image, got.doc.table, 0, where, verified=True)
-        state["user"][STATES] = Arrived(
-            image=image,
-            leaves=decode_leaves(bytes(got.doc.leaves), f"leaves of the snapshot from {where}"),
-            states=msgspec.convert(extra["states"], dict[str, StateInfo]),
-            sources=dict(got.sources),
-            seconds=got.seconds,
-            release=room.release,
-        )
-        return state
+
+def _state_of(doc: SnapshotDoc) -> State:
+    """What travels beside the image. Raises Damaged, PeerError."""
+    extra = decode_leaves(bytes(doc.extra), f"snapshot {doc.snapshot}")
+    state = decode_value(extra.get("state"))
+    if not isinstance(state, dict) or not isinstance(state.get("user"), dict):
+        raise PeerError(f"the snapshot {doc.snapshot} has no replica state", now="nothing was taken from it")
+    return state
+
+
+def _arrived(got: Fetched, room: _Room) -> Arrived:
+    where = ", ".join(got.sources)
+    return Arrived(
+        image=Image(got.image, got.doc.table, 0, where, verified=True),
+        leaves=decode_leaves(bytes(got.doc.leaves), f"leaves of the snapshot from {where}"),
+        states=msgspec.convert(decode_leaves(bytes(got.doc.extra), f"snapshot from {where}")["states"], dict[str, StateInfo]),
+        sources=dict(got.sources),
+        dropped=dict(got.dropped),
+        retries=got.retries,
+        seconds=got.seconds,
+        release=room.release,
+    )
 
 
 class _Room:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -12,18 +11,14 @@ from ftckpt.errors import FtckptError, HealFailed, HealRefused
 from ftckpt.trainer.replicas.base import Carrier, State
 
 Guard = Callable[[State, int], None]
-"""Raises HealRefused (or Damaged) when the fetched state of a step must not be taken."""
-
-FIRST_SHARE = 0.75
-"""Share of the time that the assigned source is given; the rest is for other peers."""
-
+"""Raises HealRefused (or Damaged) when the state offered for a step must not be taken."""
 
 class FtTransport(CheckpointTransport[State]):  # type: ignore[misc]  # torchft ships no types
-    """Publishes on torchft's request, and fetches from the assigned source or, failing that, from another peer.
+    """Publishes on torchft's request, and fetches from the assigned source and from others that hold the same.
 
     Args:
         carrier: moves the bytes.
-        guard: judges each fetched state before torchft sees it.
+        guard: judges each state that is offered, before its bulk is moved.
         on_error: told of a state that could not be published (text); the step itself goes on.
     """
 
@@ -46,43 +41,21 @@ class FtTransport(CheckpointTransport[State]):  # type: ignore[misc]  # torchft 
         self._carrier.retire()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> State:
-        """The first state of ``step`` that arrives whole and that the guard lets pass.
+        """The state of ``step``, from whichever peers hold it, if the guard lets it pass.
 
         Raises:
-            HealRefused: every state that arrived was refused.
+            HealRefused: every state that was offered was refused.
             HealFailed: none arrived, or the deadline passed.
         """
-        until = time.monotonic() + timeout.total_seconds()
-        failed: list[FtckptError] = []
-
-        def usable(state: State) -> bool:
-            try:
-                self._guard(state, step)
-            except FtckptError as e:
-                failed.append(e)
-                return False
-            return True
-
         try:
-            state = self._carrier.fetch(metadata, step, FIRST_SHARE * timeout.total_seconds())
-            if usable(state):
-                return state
+            return self._carrier.fetch(metadata, step, timeout.total_seconds(), lambda state: self._guard(state, step))
         except FtckptError as e:
-            failed.append(e)
-        self._on_error(f"no state of step {step} from the assigned source (rank {src_rank}): {failed[-1].what}")
-        left = until - time.monotonic()
-        if left > 0:
-            for state in self._carrier.elsewhere(step, left):
-                if usable(state):
-                    return state
-                if time.monotonic() >= until:
-                    break
-        kind = HealRefused if any(isinstance(e, HealRefused) for e in failed) else HealFailed
-        raise kind(
-            f"no peer gave a usable state of step {step}: " + "; ".join(e.what for e in failed),
-            now="the live state is unchanged",
-            todo="nothing yet: it is tried again in the next step",
-        )
+            kind = HealRefused if isinstance(e, HealRefused) else HealFailed
+            raise kind(
+                f"no peer gave a usable state of step {step} (assigned was rank {src_rank}): {e.what}",
+                now="the live state is unchanged",
+                todo="nothing yet: it is tried again in the next step",
+            ) from e
 
     def shutdown(self, wait: bool = True) -> None:
         """Nothing of its own to end."""

@@ -6,7 +6,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,20 @@ class FileCarrier:
         (part / "leaves.json").write_text(json.dumps(leaves))
         part.rename(final)
 
-    def fetch(self, metadata: str, step: int, timeout: float) -> dict[str, Any]:
+    def fetch(self, metadata: str, step: int, timeout: float, admit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        try:
+            state = self._assigned(metadata, step, timeout / 2)
+            admit(state)
+            return state
+        except FtckptError as e:
+            failed = e
+        for path in sorted(self.root.glob("spareoffer-*")):
+            state = self._read(path)
+            admit(state)
+            return state
+        raise failed
+
+    def _assigned(self, metadata: str, step: int, timeout: float) -> dict[str, Any]:
         until = time.monotonic() + timeout
         if self.fails:
             self.fails -= 1
@@ -82,10 +95,6 @@ class FileCarrier:
                 return self._read(found)
             time.sleep(0.01)
         raise DeadlineExceeded(f"{metadata} did not publish step {step}")
-
-    def elsewhere(self, step: int, timeout: float) -> Iterator[dict[str, Any]]:
-        for path in sorted(self.root.glob("spareoffer-*")):
-            yield self._read(path)
 
     def retire(self) -> None:
         pass

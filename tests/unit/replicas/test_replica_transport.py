@@ -1,9 +1,8 @@
-"""The transport that torchft is given: data only, the guard before torchft, other peers when the assigned one fails."""
+"""The transport that torchft is given: data only, the guard before torchft, failures told apart."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,16 @@ SHORT = timedelta(seconds=0.3)
 
 
 class Peers(FileCarrier):
-    """A carrier whose other peers and failures the test sets."""
+    """A carrier whose failures the test sets."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, "a", 0)
-        self.others: list[dict[str, Any]] = []
         self.full = False
 
     def publish(self, step: int, state: dict[str, Any], timeout: float) -> None:
         if self.full:
             raise StoreError("no room for a capture")
         super().publish(step, state, timeout)
-
-    def elsewhere(self, step: int, timeout: float) -> Iterator[dict[str, Any]]:
-        return iter(self.others)
 
 
 def state(mark: int) -> dict[str, Any]:
@@ -60,24 +55,14 @@ def test_what_was_published_arrives_and_nothing_executable_is_carried(tmp_path: 
     assert json.loads(transport.metadata()) == {"from": "a"}
 
 
-@pytest.mark.covers("F54")
-def test_another_peer_is_asked_when_the_assigned_one_fails_or_is_refused(tmp_path: Path) -> None:
-    transport, peers, told = make(tmp_path, refuse=(7, 8))
-    peers.others = [state(8), state(9)]
-    assert transport.recv_checkpoint(0, transport.metadata(), 7, SHORT)["torchft"]["step"] == 9  # never published: others
-    transport.send_checkpoint([1], 7, state(7), SHORT)
-    assert transport.recv_checkpoint(0, transport.metadata(), 7, SHORT)["torchft"]["step"] == 9  # refused: others
-    assert "did not publish step 7" in told[0]
-
-
 @pytest.mark.covers("F56")
 def test_refused_everywhere_is_told_apart_from_reached_nowhere(tmp_path: Path) -> None:
-    transport, peers, _ = make(tmp_path, refuse=(8,))
-    with pytest.raises(HealFailed) as nowhere:
+    transport, _, _ = make(tmp_path, refuse=(7,))
+    with pytest.raises(HealFailed, match="did not publish step 7") as nowhere:
         transport.recv_checkpoint(0, transport.metadata(), 7, SHORT)
     assert not isinstance(nowhere.value, HealRefused)
-    peers.others = [state(8)]
-    with pytest.raises(HealRefused, match="not 8"):
+    transport.send_checkpoint([1], 7, state(7), SHORT)
+    with pytest.raises(HealRefused, match="not 7"):
         transport.recv_checkpoint(0, transport.metadata(), 7, SHORT)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -214,15 +214,17 @@ class Carrier(Protocol):
             timeout: seconds.
         """
 
-    def fetch(self, metadata: str, step: int, timeout: float) -> State:
-        """Fetch the state of ``step`` from the peer that torchft assigned; what was published, verified.
+    def fetch(self, metadata: str, step: int, timeout: float, admit: Callable[[State], None]) -> State:
+        """Fetch the state of ``step`` from the peer that torchft assigned, or from others that hold it too; as published, verified.
+
+        Args:
+            timeout: seconds for somebody to publish it.
+            admit: raises (HealRefused ...) for a state that must not be taken, before its bulk is moved; another peer's is then tried.
 
         Raises:
-            PeerError: no answer, a wrong one, or one that does not match its digests. DeadlineExceeded.
+            HealRefused: every state that was offered was refused.
+            PeerError, Unauthorized, DeadlineExceeded: nobody gave one that matches its digests.
         """
-
-    def elsewhere(self, step: int, timeout: float) -> Iterator[State]:
-        """States of ``step`` from other peers, one after the other, within ``timeout`` seconds; a peer that fails is passed over."""
 
     def retire(self) -> None:
         """The step's vote was held; what was published need not be offered to newcomers any more."""

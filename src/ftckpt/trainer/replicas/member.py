@@ -225,7 +225,6 @@ class Member:
     def applied(self, position: Position) -> None:
         """The fetched state is live."""
         self.position, self.now.healed = position, True
-        self._callbacks.on_event("healed", f"took the state of step {position.trajectory.step} from a peer")
 
     def made(self, slots: Sequence[Slot], *, own: int, rank: int | None) -> None:
         """The step was committed: the trajectory moves, last of all."""
