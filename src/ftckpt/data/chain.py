@@ -12,6 +12,7 @@ from ftckpt.errors import DataError
 
 CHAIN_VERSION = 1
 OWN = ""
+NONE = msgspec.Raw(b"null")
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,12 +20,12 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         replica: whose it was; empty for the replica's own.
-        spot: its position (of a ``Reel`` or of a chain); None: its beginning.
+        spot: its position (of a ``Reel`` or of a chain) as JSON; null: its beginning.
         skip: draws to pass over from there.
     """
 
     replica: str
-    spot: msgspec.Raw | None = None
+    spot: msgspec.Raw = NONE
     skip: int = 0
 
 
@@ -46,9 +47,7 @@ def held(data: bytes) -> tuple[str, ...]:
     spot = _parse(data)
     if spot is None:
         return ()
-    return tuple(
-        name for link in spot.chain for name in ((link.replica,) if link.replica else ()) + (held(bytes(link.spot)) if link.spot else ())
-    )
+    return tuple(name for link in spot.chain for name in ((link.replica,) if link.replica else ()) + held(bytes(link.spot)))
 
 
 def with_orphans(own: bytes | None, skip: int, orphans: Iterable[Link]) -> bytes:
@@ -59,7 +58,7 @@ def with_orphans(own: bytes | None, skip: int, orphans: Iterable[Link]) -> bytes
         skip: draws that the own loader has made since.
         orphans: the others.
     """
-    spot = None if own is None else msgspec.Raw(own)
+    spot = NONE if own is None else msgspec.Raw(own)
     return msgspec.json.encode(ChainSpot(chain=(Link(replica=OWN, spot=spot, skip=skip), *orphans), epoch=0))
 
 
@@ -156,8 +155,8 @@ class _Part:
     def reel(self) -> Reel | Chain:
         """It, where its position says; what is to be skipped was drawn."""
         if self._reel is None:
-            spot = self._link.spot
-            reel = self._make(self._link.replica, bytes(spot) if spot is not None else None)
+            spot = bytes(self._link.spot)
+            reel = self._make(self._link.replica, spot if spot != bytes(NONE) else None)
             for done in range(self._link.skip):
                 if reel.draw() is END:
                     raise DataError(

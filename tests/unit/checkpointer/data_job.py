@@ -120,7 +120,9 @@ def main() -> None:
             ckpt.hook(model)
         optimizer = ckpt.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
         ckpt.register(model=model, optimizer=optimizer, loader=make_loader(a, replica))
-        more = {"replicas": a.of.split(",")} if a.of else {}
+        more: dict[str, Any] = {"replicas": a.of.split(",")} if a.of else {}
+        if a.data == "adopt":
+            more["loaders"] = lambda name: make_loader(a, int(name.removeprefix("replica")))
         ckpt.resume(step=a.resume_step, data=a.data, **more)
         options: dict[str, Any] = {"audit": True} if a.loader == "elastic" else {"ids": lambda b: b.tolist(), "epochs": a.epochs}
         feed = ckpt.batches("loader", **options)
@@ -138,7 +140,9 @@ def main() -> None:
             outcome = ckpt.step()
             if out is not None:
                 ids = [int(i) for part in parts for i in part]
-                out.write(json.dumps({"step": ckpt.current_step, "committed": outcome.committed, "with": len(outcome.members), "ids": ids}) + "\n")
+                out.write(
+                    json.dumps({"step": ckpt.current_step, "committed": outcome.committed, "with": len(outcome.members), "ids": ids}) + "\n"
+                )
             if over():
                 break
         print(json.dumps({"ended": ckpt.current_step}), flush=True)

@@ -144,7 +144,46 @@ class DataJob:
 
     def audit(self, *options: object) -> tuple[int, dict[str, Any]]:
         """Status and report of ``ftckpt data audit``."""
-        argv = [sys.executable, "-m", "ftckpt", "data", "audit", "data", "--root", str(self.root), "--json", *map(str, options)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-        assert done.stdout.startswith("{"), done.stderr
-        return done.returncode, json.loads(done.stdout)
+        return judge(self.root, *options)
+
+
+class Alone:
+    """One job of one replica without torchft, run to its end.
+
+    Args:
+        folder: everything is written here.
+        options: of data_job.
+    """
+
+    def __init__(self, folder: Path, *options: object) -> None:
+        self.folder, self.root, self.history = folder, folder / "root", folder / "history"
+        for path in (self.root, self.history):
+            path.mkdir(parents=True)
+        self._options = [*map(str, options)]
+
+    def run(self, *options: object, ranks: int = 1, replica: int = 0) -> subprocess.CompletedProcess[str]:
+        """Its exit status and output."""
+        script = [str(SCRIPT), "--root", str(self.root), "--history", str(self.history), *self._options, *map(str, options)]
+        argv = [sys.executable, *script] if ranks == 1 else torchrun(script, job="alone", nproc=ranks)
+        env = {
+            **os.environ, "REPLICA_GROUP_ID": str(replica), "OMP_NUM_THREADS": "1", "FTCKPT_RUNTIME_DIR": str(self.folder / "run"),
+            "FTCKPT_DEADLINES_LINGER_S": "2",
+        }  # fmt: skip
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env=env)
+
+    def ids(self, replica: int = 0) -> list[list[int]]:
+        """The batches of its committed steps, in order."""
+        text = (self.history / f"r{replica}.jsonl").read_text()
+        return [json.loads(line)["ids"] for line in text.splitlines()]
+
+    def audit(self, *options: object) -> tuple[int, dict[str, Any]]:
+        """See ``DataJob.audit``."""
+        return judge(self.root, *options)
+
+
+def judge(root: Path, *options: object) -> tuple[int, dict[str, Any]]:
+    """Status and report of ``ftckpt data audit``."""
+    argv = [sys.executable, "-m", "ftckpt", "data", "audit", "data", "--root", str(root), "--json", *map(str, options)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("{"), done.stderr
+    return done.returncode, json.loads(done.stdout)
