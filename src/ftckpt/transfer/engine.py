@@ -29,6 +29,7 @@ class Engine:
         self._order, self._target, self._accept, self._on_progress = order, target, accept, on_progress
         self._roster = Roster(order, tls)
         self._changed = self._roster.changed
+        self._goal: tuple[SnapshotDoc, memoryview] | None = None
         self._done = 0
         self._retries = 0
 
@@ -37,14 +38,17 @@ class Engine:
         roster, workers = self._roster, list[threading.Thread]()
         try:
             roster.ask_all()
+            for i in range(self._order.connections):  # now, while nothing is there to be moved yet: starting them takes time on a busy machine
+                workers.append(roster.thread(f"fetch-{i}", self._work))
             doc = roster.choose(self._accept)
             image = self._memory(doc)
             if blocks := doc.table.blocks:
-                self._spans = Spans(blocks, self._order.chunk // doc.table.block_bytes, self._order.connections)
-                for source in roster.sources:
-                    source.served = time.monotonic()
-                for i in range(min(self._order.connections, blocks)):
-                    workers.append(roster.thread(f"fetch-{i}", lambda: self._work(doc, image)))
+                with self._changed:
+                    self._spans = Spans(blocks, self._order.chunk // doc.table.block_bytes, self._order.connections)
+                    self._goal = doc, image
+                    for source in roster.sources:
+                        source.served = time.monotonic()
+                    self._changed.notify_all()
                 self._watch(doc)
         finally:
             roster.stop()
@@ -68,8 +72,13 @@ class Engine:
             )
         return image
 
-    def _work(self, doc: SnapshotDoc, image: memoryview) -> None:
+    def _work(self) -> None:
         """One connection's worth of work: ask the least busy source for the next run of blocks, until none is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._goal is not None or self._roster.stopped)
+            if self._goal is None:
+                return
+            doc, image = self._goal
         source: Source | None = None
         connection: PeerConnection | None = None
         try:
