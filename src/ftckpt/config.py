@@ -35,10 +35,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         agent_host: address that the agent listens on; empty: serve nobody.
         agent_port: port for rank 0's agent (rank r: plus r); 0: any.
         agent_advertise: host name or address told to peers; empty: ``agent_host``.
+        agent_tls_cert: certificate (PEM) with which the agent serves https; empty: http, signed but not encrypted.
+        agent_tls_key: its private key; empty: in the certificate's file.
+        agent_tls_ca: authority (PEM) that other agents' certificates must come from.
         runtime_dir: directory for sockets and locks of agents on this host.
         log_dir: directory for the agents' output; empty: the runtime directory.
         state_dir: directory for the cursor journal where the root is not a file root; empty: the runtime directory.
-        secret_file: file with the job's secret; empty: the one kept in the commit log.
+        secret_file: file with the job's secret; empty: from ``FTCKPT_SECRET``, else the one kept in the commit log.
         keep: generations to keep: a number, or rules such as ``last:3,every:1000,best:loss:min``; None keeps all.
         on_busy: what ``save()`` does while no buffer is free.
         slots: buffers per rank, 1 or 2.
@@ -59,6 +62,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     agent_host: str = "127.0.0.1"
     agent_port: int = 0
     agent_advertise: str = ""
+    agent_tls_cert: str = ""
+    agent_tls_key: str = ""
+    agent_tls_ca: str = ""
     runtime_dir: str = ""
     log_dir: str = ""
     state_dir: str = ""
@@ -111,8 +117,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             wrong.append(f"{self.say('agent_host')}: listens everywhere, so agent_advertise must say which address peers shall use")
         if self.agent_advertise and not self.agent_host:
             wrong.append(f"{self.say('agent_advertise')}: an agent that listens nowhere (agent_host is empty) has nothing to advertise")
-        if self.secret_file and not Path(self.secret_file).is_file():
-            wrong.append(f"{self.say('secret_file')}: there is no such file")
+        if bool(self.agent_tls_cert) != bool(self.agent_tls_ca) or (self.agent_tls_key and not self.agent_tls_cert):
+            wrong.append(
+                f"{self.say('agent_tls_cert')} and {self.say('agent_tls_ca')}: give both or none (and no key alone): every replica serves and takes"
+            )
+        for key in ("secret_file", "agent_tls_cert", "agent_tls_key", "agent_tls_ca"):
+            if getattr(self, key) and not Path(getattr(self, key)).is_file():
+                wrong.append(f"{self.say(key)}: there is no such file")
         return wrong + self._replica_problems() + self.deadlines.problems()
 
     def validate(self, need: tuple[str, ...] = ()) -> Settings:
@@ -163,6 +174,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     replica_groups: int = 0
     lighthouse: str = ""
     resume: str = ""
+    secret: str = ""
 
     @property
     def elastic(self) -> bool:
@@ -175,6 +187,7 @@ _LAUNCH = {
     "group_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "agent_store": "TORCHELASTIC_USE_AGENT_STORE",
     "restart_count": "TORCHELASTIC_RESTART_COUNT", "run_id": "TORCHELASTIC_RUN_ID", "replica_group": "REPLICA_GROUP_ID",
     "replica_groups": "NUM_REPLICA_GROUPS", "lighthouse": "TORCHFT_LIGHTHOUSE", "resume": "FTCKPT_RESUME",
+    "secret": "FTCKPT_SECRET",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from ftckpt.config import Settings
+from ftckpt.config import Settings, launch
 from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.names import check_name, generations_dir
 from ftckpt.errors import ConfigError, NotFound, StoreError
@@ -31,6 +31,7 @@ LOG_SCHEMES = ("sqlite", "etcd", "etcds", "memory")
 LOG_FILE = "commit-log.sqlite3"
 MARKER = "job.json"
 LOG_TIMEOUT_S = 5.0
+SECRET_BYTES = 16  # at least
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,11 +310,26 @@ def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarn
         root=root_as_url(settings.root), log=log_url(settings.log, job=settings.job, root_url=settings.root),
         runtime_dir=settings.runtime_dir, log_dir=settings.log_dir, state_dir=settings.state_dir,
         host=settings.agent_host, port=settings.agent_port + rank if settings.agent_port else 0, advertise=settings.agent_advertise,
-        secret=read_secret(settings.secret_file), linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,
+        secret=job_secret(settings), tls_cert=settings.agent_tls_cert, tls_key=settings.agent_tls_key, linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,
         receipts_s=d.receipts_s, cursors_s=d.cursors_s, cursor_search_s=d.cursor_search_s, commit_linger_s=d.commit_linger_s,
         term_budget_s=d.term_s, log_timeout_s=d.log_s, tail_poll_s=d.tail_poll_s, registry_ttl_s=d.registry_ttl_s,
         nice=settings.nice, persist_threads=settings.persist_threads, keep=str(parse_keep(settings.keep)), gc_s=d.gc_s,
     ).check()  # fmt: skip
+
+
+def job_secret(settings: Settings) -> str:
+    """The job's secret as this process was told it (file or environment), hex; empty if it was not told.
+
+    Raises:
+        ConfigError: it was told twice, is too short, or its file cannot be used.
+    """
+    told = launch().secret.encode()
+    if not told:
+        return read_secret(settings.secret_file)
+    if settings.secret_file or len(told) < SECRET_BYTES:
+        why = "is given beside secret_file" if settings.secret_file else f"has less than {SECRET_BYTES} bytes"
+        raise ConfigError(f"FTCKPT_SECRET {why}", now="nothing was started", todo="give at least 16 random bytes, in one place")
+    return told.hex()
 
 
 def read_secret(file: str) -> str:
@@ -328,7 +344,7 @@ def read_secret(file: str) -> str:
         mode, data = os.stat(file).st_mode, Path(file).read_bytes().strip()
     except OSError as e:
         raise ConfigError(f"secret file {file} cannot be read: {e.strerror}", now="nothing was started", todo="check secret_file") from e
-    if len(data) < 16 or mode & 0o077:
-        why = "has less than 16 bytes" if len(data) < 16 else f"may be read by others (mode {stat.S_IMODE(mode):o})"
+    if len(data) < SECRET_BYTES or mode & 0o077:
+        why = "has less than 16 bytes" if len(data) < SECRET_BYTES else f"may be read by others (mode {stat.S_IMODE(mode):o})"
         raise ConfigError(f"secret file {file} {why}", now="nothing was started", todo="write at least 16 random bytes into it, mode 0600")
     return data.hex()

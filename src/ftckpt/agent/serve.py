@@ -17,6 +17,7 @@ from ftckpt.link.config import AgentConfig
 from ftckpt.ports import CommitLog
 from ftckpt.transfer.document import SnapshotDoc
 from ftckpt.transfer.server import SnapshotServer
+from ftckpt.transfer.tls import serving
 
 logger = logging.getLogger("ftckpt.agent")
 
@@ -78,7 +79,12 @@ class Serve:
             try:
                 secret = bytes.fromhex(self._config.secret) or self._log.secret(secrets.token_bytes(32), timeout=self._config.log_timeout_s)
                 server = SnapshotServer(
-                    self._config.host, self._config.port, secret, self._config.job, advertise=self._config.advertise or None
+                    self._config.host,
+                    self._config.port,
+                    secret,
+                    self._config.job,
+                    advertise=self._config.advertise or None,
+                    tls=serving(self._config.tls_cert, self._config.tls_key),
                 )
                 server.start()
                 self._server = server

@@ -29,6 +29,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
         port: port to listen on; 0: any.
         advertise: host name or address that peers shall use; empty: ``host``.
         secret: the job's secret, hex; empty: the one kept in the commit log.
+        tls_cert, tls_key: PEM files to serve https with; empty: http.
         linger_s: how long to stay after a trainer's death, for one that comes back and for peers.
         start_timeout_s: until a started agent must have answered.
         send_timeout_s: until a message must have been taken by the agent's socket.
@@ -61,6 +62,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     advertise: str = ""
     secret: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
     linger_s: float = 30.0
     start_timeout_s: float = 30.0
     send_timeout_s: float = 30.0

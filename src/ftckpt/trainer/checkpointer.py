@@ -41,7 +41,8 @@ from ftckpt.trainer.states import Scope, StateRegistry
 from ftckpt.trainer.tail import TailReader
 from ftckpt.trainer.warmstart import Format, WarmOptions, WarmReport
 from ftckpt.transfer.client import Progress
-from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, read_secret, vouching
+from ftckpt.transfer.tls import taking
+from ftckpt.wiring import agent_config, claim_root, job_secret, log_url, open_log, open_store, vouching
 
 if TYPE_CHECKING:
     import torch
@@ -216,10 +217,16 @@ class Checkpointer:
             raise ConfigError("torchft_manager() must be called once, before register(), resume() and batches()")
         from ftckpt.trainer.replicas.torchft import FtReplica, build_manager
 
-        secret = bytes.fromhex(read_secret(self.settings.secret_file))
+        secret = bytes.fromhex(job_secret(self.settings))
         peers = Peers(self._log, secret, self.settings.replica, self.group.rank, lambda: os.urandom(32))
         peers.prepare()
-        carrier = HealCarrier(self._session, trajectory=lambda: self.replica.trajectory, peers=peers, on_progress=self._healing)
+        carrier = HealCarrier(
+            self._session,
+            trajectory=lambda: self.replica.trajectory,
+            peers=peers,
+            on_progress=self._healing,
+            tls=taking(self.settings.agent_tls_ca),
+        )
         callbacks = Callbacks(
             tail=self._tail.read,
             known_tail=self._tail.known,
