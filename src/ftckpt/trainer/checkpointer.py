@@ -14,7 +14,7 @@ from ftckpt.config import Settings
 from ftckpt.domain.policy import Moment, Never, Policy
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded, Diverged, FtckptError
-from ftckpt.flows.rivals import split_brain
+from ftckpt.flows.rivals import ahead, split_brain
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
@@ -234,6 +234,7 @@ class Checkpointer:
             on_boundary=carrier.freeze,
             on_event=self._note,
             rivals=lambda tail: split_brain(self._log, tail, self.settings.replica),
+            ahead=lambda: ahead(self._log, self.settings.replica),
             on_vote=self._ledger.voting,
             on_made=self._ledger.made,
         )

@@ -24,7 +24,7 @@ class Loaders:
 
     def __init__(self) -> None:
         self._loader: Iterable[Any] | ElasticLoader | None = None
-        self._name = ""
+        self._name, self._kept = "", True
         self._drawn: deque[tuple[int, bytes]] = deque(maxlen=64)
         self._stored: tuple[int, bytes] | None = None
         self._policy, self._heritage, self._lost = DataPolicy(), Heritage(), False
@@ -36,19 +36,24 @@ class Loaders:
         """What it is: "elastic" (the position is the shared state's), "own" (each rank has one), or "" without a loader."""
         return "" if self._loader is None else "elastic" if isinstance(self._loader, ElasticLoader) else "own"
 
-    def add(self, name: str, loader: Iterable[Any] | ElasticLoader) -> None:
+    def add(self, name: str, loader: Iterable[Any] | ElasticLoader, *, cursor: bool = True) -> None:
         """Register it.
 
+        Args:
+            cursor: whether its position is kept; if not, it begins anew when this replica starts again.
+
         Raises:
-            ConfigError: there is one already.
+            ConfigError: there is one already, or its position is the job's and always kept.
         """
+        if not cursor and isinstance(loader, ElasticLoader):
+            raise ConfigError(f"loader {name!r}: an ElasticLoader has no position of its own to leave out", todo="leave out cursor=False")
         if self._loader is not None:
             raise ConfigError(
                 f"loader {name!r} cannot be registered: {self._name!r} is the job's loader already",
                 now="nothing was changed",
                 todo='register one loader; keep others with scope="replica" if they have state_dict/load_state_dict',
             )
-        self._loader, self._name = loader, name
+        self._loader, self._name, self._kept = loader, name, cursor
 
     def restore(self, ordinal: int, state: bytes | None) -> None:
         """A position from a generation's cursor: the loader's state after ``ordinal`` draws."""
@@ -100,13 +105,22 @@ class Loaders:
         )
 
     def _own(self, loader: Iterable[Any], session: Session, replica: Replica, options: dict[str, Any]) -> BatchFeed:
+        if not self._kept:
+            why = f"the position of loader {self._name!r} is not kept (cursor=False): when this replica starts again, its data come again"
+            logger.warning(why)
+            session.client.note("cursors-off", why)
+
         def journal(ordinal: int, state: bytes) -> None:
+            if not self._kept:
+                return
             while self._drawn and self._drawn[-1][0] >= ordinal:  # those steps are being done again
                 self._drawn.pop()
             self._drawn.append((ordinal, state))
             session.client.draw(ordinal, state)
 
         def recall(count: int) -> tuple[int, bytes] | None:
+            if not self._kept:
+                return None
             if self._lost and count == self._heritage.count:
                 return None
             return self._inherited(count, recalled(count), journal)
@@ -135,7 +149,7 @@ class Loaders:
             position=position,
             contribute=replica.contribute,
             make=self._policy.make,
-            anew=anew if self._policy.word == "restart" else None,
+            anew=anew if self._policy.word == "restart" or not self._kept else None,
             **options,
         )
 

@@ -20,6 +20,7 @@ from ftckpt.trainer.states import State
 from ftckpt.trainer.stored import Stored
 
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})  # how to compute, not what: kept as they are live
+SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})  # what schedulers add to groups
 
 
 class OptimizerPart:
@@ -134,6 +135,13 @@ class OptimizerPart:
             differing = _differing(options)
             if differing:
                 self._part.problem(f"group {index} joins parameters that were stored with different {', '.join(sorted(differing))}")
+            known = IMPLEMENTATION | SCHEDULED | {"params"}
+            foreign, lacking = options[0].keys() - group.keys() - known, group.keys() - options[0].keys() - known
+            if foreign and lacking:
+                self._part.problem(
+                    f"group {index} was stored by another kind of optimizer: it has {', '.join(sorted(foreign))}, "
+                    f"and no {', '.join(sorted(lacking))}"
+                )
             self._part.finals.append(partial(_set_options, group, options[0]))
             kept = {k for k in IMPLEMENTATION & options[0].keys() & group.keys() if _unequal(options[0][k], group[k])}
             if kept:
