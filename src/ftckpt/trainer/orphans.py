@@ -65,7 +65,8 @@ class Orphans:
         Raises:
             DataError: positions that nobody continues ("strict"), or that cannot be continued ("adopt"); names them.
         """
-        if not policy.replicas:
+        present = {member_id(name) for name in policy.replicas}
+        if not present or not any(count and int(member) not in present for member, count in manifest.counts.items()):
             return ()
         past = self._past(manifest, entry)
         recorded = self._recorded(manifest, past)
@@ -105,14 +106,15 @@ class Orphans:
         return held(_state(cursor)) if cursor is not None else ()
 
     def _newest(self, replica: str, past: Iterable[tuple[str, Entry | None, Manifest]]) -> Cursor | None:
-        """The newest cursor of a replica, for this rank's number."""
+        """The newest cursor of a replica, for this rank's number; of a generation that has one for each rank here, so that all find alike."""
         for location, _, manifest in past:
-            for info in manifest.cursors:
-                if (info.replica, info.rank) == (replica, self._rank) and location:
-                    data = read_small(self._store, self._job, location, info.file)
-                    cursor = decode(data, Cursor, f"{location}/{info.file.file}")
-                    if _state(cursor) != b"null":
-                        return cursor
+            infos = {info.rank: info for info in manifest.cursors if info.replica == replica}
+            if location and infos.keys() >= set(range(self._ranks)):
+                info = infos[self._rank]
+                data = read_small(self._store, self._job, location, info.file)
+                cursor = decode(data, Cursor, f"{location}/{info.file.file}")
+                if _state(cursor) != b"null":
+                    return cursor
         return None
 
     def _link(self, name: str, count: int, cursor: Cursor | None) -> Link:
