@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import statistics
 import time
 import warnings
 from collections.abc import Iterator
@@ -76,6 +77,24 @@ def dcp_async_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
         waited = time.perf_counter() - begun
         getattr(future, "upload_completion", future).result(timeout=PATIENCE)
         yield {"wait": waited, "written": time.perf_counter() - begun}
+
+
+def dcp_async_loader(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """The loader's state by ``async_save`` in each step, once the last one is written (torchtitan's way with torchft): beyond ``state_dict()``."""
+    state = {"loader": {"at": torch.tensor(0), "epoch": 0}}
+    number, last = 0, None
+    while True:
+        samples = []
+        for _ in range(20):
+            number += 1
+            state["loader"]["at"] = torch.tensor(number)
+            begun = time.perf_counter()
+            if last is not None:
+                getattr(last, "upload_completion", last).result(timeout=PATIENCE)
+            last = dcp.async_save(state, checkpoint_id=folder / "loader" / str(number % 2), no_dist=True)
+            samples.append(time.perf_counter() - begun)
+            time.sleep(0.001)  # the step itself
+        yield {"step": statistics.median(samples)}
 
 
 def _applied(source: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> None:

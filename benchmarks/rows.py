@@ -100,12 +100,19 @@ BENCHES = {
     ),
     "step": Bench(
         "what a step costs without any save",
-        ("ours.cursor", "ours.cursor_while_persisting", "torchft_steps.plain", "torchft_steps.ours"),
         (
-            Row("step.cursor", "cursor per step, beyond the loader's own state_dict()", "ours.cursor.cursor", 0.001, "1 ms", 1.0),
-            Row("step.cursor.persisting", "the same while a save is persisted", "ours.cursor_while_persisting.cursor", 0.001, "1 ms", 1.0),
+            "ours.cursor", "ours.cursor_while_persisting", "peers.dcp_async_loader", "torchft_steps.plain", "torchft_steps.ours",
+            "torchft_steps.own_loader", "torchft_steps.elastic_loader",
+        ),
+        (
+            Row("step.cursor", "cursor per step, beyond the loader's own state_dict()", "ours.cursor.cursor", 0.001, "1 ms", 1.0,
+                (Peer("DCP async_save each step", "peers.dcp_async_loader.step"),)),
+            Row("step.cursor.persisting", "the same while a save is persisted", "ours.cursor_while_persisting.cursor", 0.001, "1 ms", 1.0,
+                (Peer("DCP async_save each step", "peers.dcp_async_loader.step"),)),
             Row("step.trajectory", "a step of two torchft replicas, histories compared", "torchft_steps.ours.step", ("torchft_steps.plain.step",),
                 "torchft's own Manager", None),
+            Row("step.elastic", "a step with forward on the shared order, quorum first", "torchft_steps.elastic_loader.step",
+                ("torchft_steps.own_loader.step",), "a loader of each replica's own, quorum during forward", None),
         ),
     ),
     "commit": Bench(

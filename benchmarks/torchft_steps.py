@@ -17,6 +17,7 @@ import torch
 STEPS = 60
 PATIENCE = 30.0
 GRADIENT = 64 * 1024  # numbers that are averaged in a step
+FORWARD = 10  # products of 256 x 256 matrices: some milliseconds
 Step = Callable[[], None]
 
 
@@ -43,6 +44,50 @@ def _plain(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
 
 
 def _ours(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
+    """A step without data."""
+    manager, ckpt = _resumed(stack, index, lighthouse, folder)
+    gradient = torch.ones(GRADIENT)
+
+    def step() -> None:
+        manager.start_quorum()
+        manager.allreduce(gradient).wait()
+        manager.should_commit()
+        ckpt.step()
+
+    return step
+
+
+def _own_loader(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
+    from torch.utils.data import DataLoader
+
+    return _fed(stack, index, lighthouse, folder, DataLoader(range(1 << 20), batch_size=8))
+
+
+def _elastic_loader(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
+    from ftckpt import ElasticLoader, ElasticSampler
+
+    return _fed(stack, index, lighthouse, folder, ElasticLoader(range(1 << 20), ElasticSampler(1 << 20, batch_size=8, shuffle=False)))
+
+
+def _fed(stack: ExitStack, index: int, lighthouse: str, folder: Path, loader: Any) -> Step:
+    """A step in the order of a training loop: batch, quorum, forward, gradient, vote."""
+    manager, ckpt = _resumed(stack, index, lighthouse, folder, loader=loader)
+    gradient, a = torch.ones(GRADIENT), torch.randn(256, 256)
+    batches = iter(ckpt.batches("loader"))
+
+    def step() -> None:
+        next(batches)
+        manager.start_quorum()
+        for _ in range(FORWARD):
+            torch.mm(a, a)
+        manager.allreduce(gradient).wait()
+        manager.should_commit()
+        ckpt.step()
+
+    return step
+
+
+def _resumed(stack: ExitStack, index: int, lighthouse: str, folder: Path, **states: Any) -> tuple[Any, Any]:
     from torch.distributed import TCPStore
     from torchft import ProcessGroupGloo
 
@@ -57,17 +102,9 @@ def _ours(stack: ExitStack, index: int, lighthouse: str, folder: Path) -> Step:
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=2, max_replicas=2, lighthouse=lighthouse,
         store_addr="127.0.0.1", store_port=store.port,
     )  # fmt: skip
-    ckpt.register(model=torch.nn.Linear(64, 64))
+    ckpt.register(model=torch.nn.Linear(64, 64), **states)
     ckpt.resume()
-    gradient = torch.ones(GRADIENT)
-
-    def step() -> None:
-        manager.start_quorum()
-        manager.allreduce(gradient).wait()
-        manager.should_commit()
-        ckpt.step()
-
-    return step
+    return manager, ckpt
 
 
 def _run(step: Step, count: int) -> list[float]:
@@ -128,3 +165,13 @@ def plain(mb: int, folder: Path) -> Iterator[dict[str, float]]:
 def ours(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     """Ours, with ``ckpt.step()``."""
     yield from _steps(_ours, folder)
+
+
+def own_loader(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """With a loader of each replica's own."""
+    yield from _steps(_own_loader, folder)
+
+
+def elastic_loader(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """With the shared order."""
+    yield from _steps(_elastic_loader, folder)
