@@ -119,9 +119,9 @@ class Orphans:
 
     def _link(self, name: str, count: int, cursor: Cursor | None) -> Link:
         if cursor is None or cursor.group_world_size != self._ranks or cursor.ordinal > count:
-            why = (
-                "no kept generation has its cursor" if cursor is None else f"it had {cursor.group_world_size} ranks, here are {self._ranks}"
-            )
+            why = f"no kept generation on this trajectory has its cursors of {self._ranks} ranks"
+            if cursor is not None and cursor.group_world_size != self._ranks:
+                why = f"it had {cursor.group_world_size} ranks, here are {self._ranks}"
             raise DataError(
                 f"the data of {name} ({count} draws) cannot be taken over: {why}",
                 now="nothing was loaded",
