@@ -36,7 +36,7 @@ class DataJob:
         self.history, self.goal = folder / "history", folder / "goal"
         for path in (self.root, self.history):
             path.mkdir()
-        self._options = [*map(str, options), "--min-replicas", str(min_replicas), "--max-replicas", str(max_replicas)]
+        self.options = [*map(str, options), "--min-replicas", str(min_replicas), "--max-replicas", str(max_replicas)]
         self._min, self._join = min_replicas, join_ms
         self._port = free_port()
         self.light: Child | None = None
@@ -51,7 +51,7 @@ class DataJob:
             self.light = lighthouse(self.folder / "logs", self._port, min_replicas=self._min, join_ms=self._join).start()
             wait_port("127.0.0.1", self._port, 30)
         for replica in replicas:
-            script = [str(SCRIPT), "--root", str(self.root), "--history", str(self.history), "--goal", str(self.goal), *self._options]
+            script = [str(SCRIPT), "--root", str(self.root), "--history", str(self.history), "--goal", str(self.goal), *self.options]
             env = {
                 "REPLICA_GROUP_ID": str(replica), "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}", "OMP_NUM_THREADS": "1",
                 "PYTHONUNBUFFERED": "1", "FTCKPT_RUNTIME_DIR": str(self.folder / "run"), "FTCKPT_DEADLINES_LINGER_S": "3",
@@ -124,12 +124,12 @@ class DataJob:
         last = [self.lines(r)[-1:] for r in self.groups]
         return max((x[0]["with"] for x in last if x and x[0]["committed"]), default=0)
 
-    def until(self, what: str, done: Callable[[], bool], patience: float = PATIENCE) -> None:
-        """Wait; groups that ended with an error are started again meanwhile."""
+    def until(self, what: str, done: Callable[[], bool], patience: float = PATIENCE, *, repair: bool = True) -> None:
+        """Wait; groups that ended with an error are started again meanwhile, if they are to be repaired."""
         end = time.monotonic() + patience
         while not done():
             for replica, group in self.groups.items():
-                if group.poll() not in (None, 0):
+                if repair and group.poll() not in (None, 0):
                     self.restarts += 1
                     assert self.restarts <= 40, f"{what}: groups end again and again; see {self.folder / 'logs'}"
                     self.start(replica)

@@ -1,0 +1,157 @@
+"""The data of torchft jobs on real processes: membership that changes, quorums before the step, replicas that are gone for good."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_world import DataJob  # type: ignore[import-not-found]
+
+from ftckpt.data.audit import read_audit
+from ftckpt.data.sampler import ElasticSampler
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., DataJob]]:
+    made: list[DataJob] = []
+
+    def make(*options: object, **sizes: Any) -> DataJob:
+        made.append(DataJob(tmp_path, *options, **sizes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def chain(job: DataJob, newest: str) -> list[tuple[int, set[int]]]:
+    """The steps that lead to a state, with the samples that went into each."""
+    uses, made = read_audit(job.root / "data" / "audit")
+    by_after = {m.after: m for m in made}
+    steps = []
+    while (link := by_after.get(newest)) is not None:
+        if link.parts:
+            steps.append((link.step, {i for u in uses if u.before == link.before and (u.member, u.nonce) in link.parts for i in u.ids}))
+        newest = link.before
+    return steps[::-1]
+
+
+def newest(job: DataJob) -> str:
+    from ftckpt.wiring import open_log
+
+    log = open_log(None, job="data", root_url=str(job.root))
+    try:
+        entry = log.tail()
+        assert entry is not None
+        return entry.trajectory
+    finally:
+        log.close()
+
+
+@pytest.mark.covers("F46", "F49", "I4", "I12")
+def test_from_4_to_3_to_5_replicas_over_three_epochs_with_ten_kills(job: Callable[..., DataJob]) -> None:
+    """Steps of 12 samples however many take part: the order of samples per step is that of an undisturbed job."""
+    total, size = 600, 12
+    run = job(
+        "--loader", "elastic", "--samples", total, "--batch", size, "--batch-all", "--micro", 2, "--epochs", 3, "--slow", 0.1,
+        min_replicas=3, max_replicas=5,
+    )  # fmt: skip
+    dice = random.Random(5)
+    run.start(0, 1, 2, 3)
+    run.until("four take part", lambda: run.taking_part() == 4 and run.top >= 8)
+    kinds = [run.disturb(dice) for _ in range(2)]
+    run.until("four take part again", lambda: run.taking_part() == 4)
+    run.leave(3)
+    run.until("three take part", lambda: run.taking_part() == 3 and run.top >= 40)
+    kinds += [run.disturb(dice)]
+    run.until("three take part again", lambda: run.taking_part() == 3)
+    run.start(4, 5)
+    run.until("five take part", lambda: run.taking_part() == 5)
+    while run.kills < 11:  # one of them was the farewell
+        want = run.top + dice.randint(2, 8)
+        run.until(f"step {want} after {kinds[-1:]}", lambda: run.top >= want)  # noqa: B023  # used up within the turn
+        assert run.top < 3 * total // size - 8, "the data went by before all kills were done"
+        kinds.append(run.disturb(dice))
+    run.finish()
+    status, report = run.audit("--samples", total)
+    (one,) = report["reports"].values()
+    print(f"\nkills {kinds}, restarts by the test {run.restarts}, steps {one['steps']}")
+    assert (status, [(e["epoch"], e["missing"], e["repeated"]) for e in one["epochs"]]) == (0, [(e, [], []) for e in range(3)])
+    sampler = ElasticSampler(total, seed=3, epochs=3, global_batch=size)
+    expected = [set(sampler.share(at, 0, 1).indices) for at in range(0, 3 * total, size)]
+    assert [ids for _, ids in chain(run, newest(run))] == expected
+
+
+@pytest.mark.covers("F49", "F50", "F61", "I12")
+@pytest.mark.parametrize("loader", ["own", "elastic"])
+def test_quorum_before_the_step_and_prefetching_workers(loader: str, job: Callable[..., DataJob]) -> None:
+    run = job(
+        "--loader", loader, "--samples", 240, "--shares", 3, "--workers", 2, "--sync-quorum", "--slow", 0.05, min_replicas=2, max_replicas=3
+    )
+    run.start(0, 1, 2)
+    for number in range(3):
+        want = run.top + 8
+        run.until(f"step {want}, all taking part", lambda: run.top >= want and run.taking_part() == 3)  # noqa: B023
+        (run.kill_worker if number < 2 else run.kill_group)(number)
+        if number == 2:
+            run.start(number)
+    run.until("all taking part at the end", lambda: run.taking_part() == 3 and run.top >= 45)
+    run.finish(steps=5)
+    status, report = run.audit(*(["--per-replica"] if loader == "own" else ["--samples", 240]))
+    assert (status, report["exact"]) == (0, True), report["reports"]
+    assert all(r["epochs"][0]["over"] for r in report["reports"].values())
+
+
+@pytest.mark.covers("F49", "I12")
+def test_iterables_of_unknown_length_under_kills(job: Callable[..., DataJob]) -> None:
+    run = job("--loader", "stream", "--samples", 150, "--shares", 3, "--slow", 0.05, min_replicas=2, max_replicas=3)
+    run.start(0, 1, 2)
+    run.until("steps", lambda: run.top >= 7)
+    run.kill_worker(1)
+    run.until("past an epoch", lambda: run.top >= 25 and run.taking_part() == 3)
+    run.kill_all()
+    run.start(0, 1, 2)
+    run.until("all again", lambda: run.taking_part() == 3 and run.top >= 30)
+    run.finish(steps=4)
+    status, report = run.audit("--per-replica")
+    assert (status, report["exact"]) == (0, True), report["reports"]
+    assert all(r["epochs"][0]["over"] for r in report["reports"].values())
+
+
+@pytest.mark.covers("F47", "F48", "I12")
+def test_two_go_on_with_the_data_of_the_third(job: Callable[..., DataJob]) -> None:
+    options = ["--loader", "own", "--samples", 180, "--shares", 3, "--slow", 0.02, "--every", 3]
+    run = job(*options, min_replicas=2, max_replicas=3)
+    run.start(0, 1, 2)
+    run.until("steps of all", lambda: run.top >= 9 and run.taking_part() == 3)
+    run.kill_all()
+    cursors = {p.name for p in run.root.glob("data/generations/*/cursors/*.json")}
+    assert cursors == {f"replica{i}-r00000.json" for i in range(3)}
+    del run.groups[2]
+    run.options += ["--of", "replica0,replica1"]
+    run.start(0, 1)
+    run.until("refusals", lambda: all(g.poll() is not None or "DataError" in g.log.read_text() for g in run.groups.values()), repair=False)
+    said = run.groups[0].log.read_text()
+    assert "DataError: no replica of this run continues the data position of replica2 (" in said
+    for group in run.groups.values():
+        group.kill()
+    run.options += ["--data", "adopt"]
+    run.start(0, 1)
+    run.until("steps of the two", lambda: run.top >= 16 and run.taking_part() == 2)
+    run.kill_worker(0)
+    run.until("more steps", lambda: run.top >= 40 and run.taking_part() == 2)
+    run.kill_all()
+    run.start(0, 1)
+    run.until("more steps", lambda: run.top >= 50 and run.taking_part() == 2)
+    run.finish(steps=8)
+    _, report = run.audit("--samples", 180)
+    (one,) = report["reports"].values()
+    assert one["whole"]
+    assert one["unrecorded"] == []
+    assert all(e["repeated"] == [] for e in one["epochs"])
+    assert one["epochs"][0]["missing"] == []  # later ones are not over for the replica that has two shares
