@@ -28,6 +28,7 @@ from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader, LoadOptions
 from ftckpt.trainer.options import manager_options
 from ftckpt.trainer.orphans import DataPolicy
+from ftckpt.trainer.pace import HealPace
 from ftckpt.trainer.peers import Peers
 from ftckpt.trainer.replicas.base import Callbacks, Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
@@ -80,6 +81,7 @@ class Checkpointer:
         self._replica: Replica | None = None
         self._manager: FtManager | None = None
         self._carrier: HealCarrier | None = None
+        self._pace: HealPace | None = None
         self._saver: Saver | None = None
         self._events = Events()
         self._starter = Starter(
@@ -238,12 +240,9 @@ class Checkpointer:
             on_vote=self._ledger.voting,
             on_made=self._ledger.made,
         )
-        manager = build_manager(
-            pg=pg,
-            callbacks=callbacks,
-            carrier=carrier,
-            **manager_options(self.settings, config.launch(), self.group, min_replica_size, max_replicas, options),
-        )
+        told = manager_options(self.settings, config.launch(), self.group, min_replica_size, max_replicas, options)
+        manager = build_manager(pg=pg, callbacks=callbacks, carrier=carrier, **told)
+        self._pace = HealPace(told["timeouts"].step, told.get("bandwidth"), self._warn_pace)
         manager.register_state_dict_fn(STATES, self._load_arrived, lambda: None)
         self._replica, self._manager, self._carrier = FtReplica(manager), manager, carrier
         return manager
@@ -418,6 +417,8 @@ class Checkpointer:
         self._saver.base = report.generation if report.generation is not None else -1
         self._saver.last_step = report.step
         self._session.prepare(self._session.full)
+        if self._pace is not None and self._session.client.arena is not None:
+            self._pace.sized(self._session.client.arena.slot_bytes)  # with room for what optimizers will hold after a step
         self._loader.restore_rng()
         self._resumed = True
         self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
@@ -632,7 +633,13 @@ class Checkpointer:
             arrived.release()
         step, size = self.replica.step, arrived.image.table.image_bytes
         self._session.client.note("healed", f"step {step}: {arrived.text}", {"step": step, **arrived.detail})
+        if self._pace is not None:
+            self._pace.measured(size, arrived.seconds)
         self._events.tell(Healed(step=step, bytes=size, seconds=arrived.seconds, sources=tuple(arrived.sources)))
+
+    def _warn_pace(self, text: str) -> None:
+        logger.warning("heal: %s", text)
+        self._note("heal-pace", text)
 
     def _note(self, kind: str, text: str) -> None:
         if self._session.client.alive:

@@ -13,16 +13,10 @@ from torchft.process_group import ProcessGroup
 
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import ConfigError
+from ftckpt.trainer.pace import BANDWIDTH, too_slow
 from ftckpt.trainer.replicas.base import Callbacks, Carrier, Outcome
 from ftckpt.trainer.replicas.bounds import Limits
 from ftckpt.trainer.replicas.manager import FtManager
-
-BANDWIDTH = 200e6
-"""Bytes per second that a heal is assumed to reach at least, when nothing else is said."""
-
-
-HEAL_SHARE = 0.75
-"""Share of a step's time-out that moving a state may take; the rest is for the quorum, the capture and loading it."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +52,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
                 found.append(f"timeout {short} ({getattr(self, short)} s) must be shorter than {long} ({getattr(self, long)} s)")
         if bandwidth <= 0:
             found.append(f"bandwidth must be greater than 0, not {bandwidth}")
-        elif HEAL_SHARE * self.step < state_bytes / bandwidth:
-            found.append(
-                f"timeout step ({self.step} s) is too short for a heal: {state_bytes} bytes take {state_bytes / bandwidth:.1f} s "
-                f"at {bandwidth / 1e6:.0f} MB/s, and survivors lose a step each time it is exceeded"
-            )
+        elif slow := too_slow(self.step, state_bytes, bandwidth):
+            found.append(slow)
         return found
 
 
