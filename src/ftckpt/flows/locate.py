@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ftckpt import config, wiring
 from ftckpt.domain.lineage import Found
@@ -42,7 +42,7 @@ def located(
     """One generation, open and checked (its blocks as they are used).
 
     Args:
-        source: a job's name; or the path (or ``file://`` URL) of a generation's directory, wherever it lies, or of a job's.
+        source: a job's name; or the path or URL of a generation's directory (on files: wherever it lies), or of a job's.
         root: where the job is; left out: from environment or file.
         log: the commit log's URL; "none" takes the newest complete directory without asking any; left out: from environment
             or file, else the log inside the root, else none.
@@ -56,7 +56,13 @@ def located(
     if step is not None and generation is not None:
         raise ConfigError("step and generation exclude one another", todo="give one of them")
     with ExitStack() as stack:
-        if is_path(source):
+        if (remote := _remote(source)) is not None:
+            root, job, place = remote
+            if place and (step is not None or generation is not None):
+                raise ConfigError(f"{source} is one generation already", todo="leave out step and generation")
+            generation = place or generation
+            log = log if log is not None or not place else NO_LOG
+        elif is_path(source):
             path = _path(source)
             if (path / MANIFEST).is_file():
                 if step is not None or generation is not None:
@@ -120,12 +126,24 @@ def _newest(found: Found) -> tuple[int, int, str]:
     return found.step, found.known_tail, found.location
 
 
+def _remote(source: str | os.PathLike[str]) -> tuple[str, str, str] | None:
+    """Root, job and generation ("" for the job as a whole) of the URL of an object store; None for everything else."""
+    if not isinstance(source, str) or "://" not in source or source.startswith("file://"):
+        return None
+    url = urlsplit(source)
+    parts = url.path.strip("/").split("/")
+    one = len(parts) > 2 and parts[-2] == "generations"
+    if not parts[-1]:
+        raise ConfigError(f"{source} names no job", todo="give the URL of a job (root/job) or of a generation (root/job/generations/…)")
+    above, job, place = (parts[:-3], parts[-3], parts[-1]) if one else (parts[:-1], parts[-1], "")
+    path = "/" + "/".join(above) if above else ""
+    return urlunsplit((url.scheme, url.netloc, path, url.query, "")), job, place
+
+
 def _path(source: str | os.PathLike[str]) -> Path:
     text = os.fspath(source)
     if "://" not in text:
         return Path(text).expanduser().absolute()
-    if not text.startswith("file://"):
-        raise ConfigError(f"{text} cannot be read from", todo="give a path, a file:// URL, or a job's name with root=")
     return Path(unquote(urlsplit(text).path))
 
 

@@ -166,3 +166,19 @@ def test_what_is_being_read_is_marked_in_the_log_and_the_mark_is_taken_away(job,
     seen.clear()
     ftckpt.load_model("gpt", net(), root=root, log="none")
     assert not any("reader-" in row for row in seen)
+
+
+@pytest.mark.covers("B10", "C2")
+def test_by_the_url_of_a_job_or_generation_in_another_kind_of_store(job):
+    root, places, model, _ = job
+    store = open_store("memory://elsewhere")
+    for file in (root / "gpt" / "generations").rglob("*"):
+        if file.is_file():
+            store.put(f"gpt/generations/{file.relative_to(root / 'gpt' / 'generations')}", file.read_bytes())
+    for url, step in (("memory://elsewhere/gpt", 7), (f"memory://elsewhere/gpt/generations/{places[0].name}", 3)):
+        fresh = net()
+        assert ftckpt.load_model(url, fresh).step == step
+    assert ftckpt.load_model("gpt", fresh, root="memory://elsewhere").step == 7
+    assert equal(fresh.state_dict(), model.state_dict())
+    with pytest.raises(errors.ConfigError, match="names no job"):
+        ftckpt.load_model("memory://elsewhere/", fresh)
