@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -67,9 +68,16 @@ class Assemble:
     ) -> None:
         self._store, self._log, self._desk, self._names = store, log, desk, names
         self._durable, self._abandoned = durable, abandoned
+        self._queued: deque[Job] = deque()
+
+    def coming(self, job: Job) -> None:
+        """Told of every save before it is queued here: a later one that is whole ends the wait for an earlier one."""
+        self._queued.append(job)
 
     def __call__(self, written: Written) -> None:
         job = written.job
+        if self._queued and self._queued[0] is job:
+            self._queued.popleft()
         if job.config.rank != 0:
             self._follow(written)
             return
@@ -160,14 +168,29 @@ class Assemble:
                         )
             if len(found) == world:
                 return [found[rank] for rank in range(world)]
+            missing = [rank for rank in range(world) if rank not in found]
+            if self._overtaken():
+                raise SaveFailed(
+                    f"save of step {job.save.trajectory.step}: no shard from rank(s) {', '.join(map(str, missing))} of {job.config.replica},"
+                    " and a later save of the group is whole",
+                    now="this one was not committed; the later one goes on",
+                    todo="see whether these ranks' agents were killed",
+                )
             if not poll.more():
-                missing = [rank for rank in range(world) if rank not in found]
                 raise SaveFailed(
                     f"save of step {job.save.trajectory.step}: no shard from rank(s) {', '.join(map(str, missing))} of {job.config.replica}"
                     f" within {job.config.receipts_s:g} s",
                     now="nothing was committed; earlier generations are unchanged",
                     todo="see these ranks' agents; raise receipts_s if they are only slow",
                 )
+
+    def _overtaken(self) -> bool:
+        """Whether a later save is whole: every rank stores its saves in order, so what is missing of this one will not come."""
+        for later in [self._queued[0], self._queued[-1]] if self._queued else []:
+            there = set(self._store.listdir(f"{later.directory}/{RECEIPTS}"))
+            if all(f"r{rank:05d}.json" in there for rank in range(later.config.group_world_size)):
+                return True
+        return False
 
     # ------------------------------------------------------------ other ranks
     def _follow(self, written: Written) -> None:

@@ -46,8 +46,8 @@ class Pipeline:
         self._rubbish: list[Rubbish] = []
         self._persist = Persist(store, desk, self.slots, self._written, lambda: self._persisting.waiting())
         self._persisting: Worker[tuple[Job, memoryview]] = Worker("persist", self._persist, desk)
-        assemble = Assemble(store, log, desk, self.registry.names, self._durable, self._abandoned)
-        self._assembling: Worker[Written] = Worker("assemble", assemble, desk)
+        self._assemble = Assemble(store, log, desk, self.registry.names, self._durable, self._abandoned)
+        self._assembling: Worker[Written] = Worker("assemble", self._assemble, desk)
         self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=True))
         self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
         retain = Retain(store, log, desk, lambda: self._retaining.waiting())
@@ -103,6 +103,7 @@ class Pipeline:
 
     # ------------------------------------------------------------ from thread to thread
     def _written(self, written: Written) -> None:
+        self._assemble.coming(written.job)
         self._assembling.put(written)
 
     def _durable(self, candidate: Candidate) -> None:

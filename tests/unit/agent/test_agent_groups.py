@@ -75,6 +75,21 @@ def test_shard_that_never_arrives_fails_the_save_by_name_at_the_deadline(rig: Ri
     assert not list((rig.tmp / "root").rglob("manifest.json"))
 
 
+@pytest.mark.covers("F2", "I11", "I13")
+def test_shard_that_never_arrives_holds_up_no_later_save(rig: Rig) -> None:
+    zero, one = group(rig, receipts_s=60.0)
+    lost = zero.save()  # rank 1's agent was killed with its part of it
+    one.step()
+    one.saves += 1
+    began = time.monotonic()
+    handles = [zero.save(), one.save()]
+    assert [h.wait(30.0) for h in handles] == ["committed", "committed"]
+    assert time.monotonic() - began < 30.0
+    with pytest.raises(SaveFailed, match=r"no shard from rank\(s\) 1 of a, and a later save of the group is whole"):
+        lost.wait(10.0)
+    assert [e.step for e in rig.entries()] == [2]
+
+
 @pytest.mark.covers("I1", "F62")
 def test_tensor_that_two_ranks_hold_fails_the_save_on_both_by_name(rig: Rig) -> None:
     zero, one = rig.trainer(rank=0, world=2), rig.trainer(rank=1, world=2)
