@@ -108,20 +108,24 @@ class Image:
             Damaged: a block does not match.
         """
 
-        def one(block: int) -> None:
-            if self._memory is not None:
-                self._ensure(block)
-            else:
-                self._fetch(block, block)
-            if progress is not None:
-                progress(self._length(block))
+        some = 1 if self._memory is not None else max(1, WINDOW_BYTES // self.table.block_bytes)
 
+        def one(first: int) -> None:
+            stop = min(first + some, self.table.blocks)
+            if self._memory is not None:
+                self._ensure(first)
+            else:
+                self._load(first, stop)
+            if progress is not None:
+                progress(sum(self._length(block) for block in range(first, stop)))
+
+        starts = range(0, self.table.blocks, some)
         if threads <= 1:
-            for block in range(self.table.blocks):
-                one(block)
+            for first in starts:
+                one(first)
             return
         with ThreadPoolExecutor(threads, "ftckpt-verify") as pool:
-            for _ in pool.map(one, range(self.table.blocks)):
+            for _ in pool.map(one, starts):
                 pass
 
     def _check_range(self, begin: int, end: int) -> None:
@@ -166,10 +170,19 @@ class Image:
             if block in self._kept:
                 self._kept.move_to_end(block)
                 return self._kept[block]
+        size = self.table.block_bytes
+        found = self._load(block, min(last + 1, block + max(1, WINDOW_BYTES // size)))
+        with self._changed:
+            self._kept.update(found)
+            while len(self._kept) > max(2, 2 * WINDOW_BYTES // size):
+                self._kept.popitem(last=False)
+        return found[block]
+
+    def _load(self, block: int, stop: int) -> dict[int, memoryview]:
+        """Read blocks [block, stop) at once, and check them."""
         if self._reader is None:
             raise Damaged(f"{self.where} has neither memory nor a reader")
         size = self.table.block_bytes
-        stop = min(last + 1, block + max(1, WINDOW_BYTES // size))
         buffer = memoryview(bytearray(min(stop * size, self.table.image_bytes) - block * size))
         self._reader.read_into(self._offset + block * size, buffer)
         found: dict[int, memoryview] = {}
@@ -177,8 +190,4 @@ class Image:
             data = buffer[(index - block) * size : (index - block) * size + self._length(index)].toreadonly()
             self._compare(index, data)
             found[index] = data
-        with self._changed:
-            self._kept.update(found)
-            while len(self._kept) > max(2, 2 * WINDOW_BYTES // size):
-                self._kept.popitem(last=False)
-        return found[block]
+        return found
