@@ -10,7 +10,7 @@ import logging
 import platform
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 
 from ftckpt.agent import outcome
@@ -52,7 +52,7 @@ class Assemble:
     """The work of the thread ``assemble``.
 
     Args:
-        names: replica names by member id, as far as known.
+        names: replica names by member id, as far as known; of these members, if they can be had.
         durable: called with a generation that is durable and waits for its record.
         abandoned: called with an attempt of rank 0 that will never be committed.
     """
@@ -62,7 +62,7 @@ class Assemble:
         store: BlobStore,
         log: CommitLog,
         desk: Desk,
-        names: Callable[[], dict[int, str]],
+        names: Callable[[Collection[int]], dict[int, str]],
         durable: Callable[[Candidate], None],
         abandoned: Callable[[Job], None],
     ) -> None:
@@ -95,9 +95,11 @@ class Assemble:
 
     # ------------------------------------------------------------ rank 0
     def _assemble(self, job: Job) -> Candidate:
+        members = {*job.save.expected, *map(int, job.save.counts)}
+        self._names(members)  # unknown ones are read while the receipts are waited for
         receipts = self._receipts(job)
         self._prove(job, receipts)
-        cursors = Cursors(self._store, job, self._names())
+        cursors = Cursors(self._store, job, self._names(members))
         poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.cursors_s)
         while not cursors.look() and poll.more():
             pass

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -41,6 +41,7 @@ class Registry:
         self._live: m.Live | None = None
         self._fresh = False
         self._names: dict[int, str] = {}
+        self._unnamed = True
         self._watch: Watch | None = None
         self._announced = 0.0
         self._first_tail = True
@@ -77,8 +78,15 @@ class Registry:
             self._events.append(Event(time=time.time(), replica=self._config.replica, kind=message.kind, text=message.text, detail=message.detail))
             self._lock.notify()
 
-    def names(self) -> dict[int, str]:
-        """Replica names by member id, as last read."""
+    def names(self, members: Collection[int]) -> dict[int, str]:
+        """Replica names by member id, as far as known; those of ``members`` that are not are read soon, for the next time.
+
+        All lines are read only then: with N replicas that each did it at every renewal the log would carry N * N of them.
+        """
+        with self._lock:
+            if not self._names.keys() >= set(members):
+                self._unnamed = True
+                self._lock.notify()
         return dict(self._names)
 
     def close(self, timeout: float) -> None:
@@ -104,6 +112,7 @@ class Registry:
             if self._config.rank == 0:
                 self._look()
                 self._announce()
+                self._read_names()
             self._emit()
             self._recovered()
         except FtckptError as e:
@@ -148,11 +157,17 @@ class Registry:
             agents=tuple(agents.split()) if agents else ((url,) if url else ()),
             group_world_size=config.group_world_size,
             time=time.time(),
-            detail={**{k: v for k, v in live.detail.items() if k != "agents"}, **_stands(self._desk.tail, live.trajectory)},
+            detail={**{k: v for k, v in live.detail.items() if k != "agents"}, **_stands(self._desk.tail, live.trajectory, config.replica)},
         )
         self._log.announce(info, ttl=config.registry_ttl_s, timeout=config.log_timeout_s)
         self._announced = time.monotonic()
-        self._names = {**self._names, **{member_id(r.replica): r.replica for r in self._log.replicas(timeout=config.log_timeout_s)}}
+
+    def _read_names(self) -> None:
+        with self._lock:
+            wanted, self._unnamed = self._unnamed and self._announced > 0, self._unnamed and not self._announced
+        if wanted:
+            lines = self._log.replicas(timeout=self._config.log_timeout_s)
+            self._names = {**self._names, **{member_id(r.replica): r.replica for r in lines}}
 
     def _emit(self) -> None:
         while True:
@@ -188,6 +203,8 @@ class Registry:
             logger.warning("registry, leaving: %s", e)
 
 
-def _stands(tail: Entry | None, at: Trajectory) -> dict[str, str | int | float]:
-    """How a live state stands to the tail, for the line in the log."""
-    return {STANDING: standing(tail, at), TAIL: -1 if tail is None else tail.index}
+def _stands(tail: Entry | None, at: Trajectory, replica: str) -> dict[str, str | int | float]:
+    """How a live state stands to the tail, for the line in the log; what is told of training may be older than its own last save."""
+    how = standing(tail, at)
+    own = how == "behind" and tail is not None and tail.writer == replica
+    return {STANDING: "holds" if own else how, TAIL: -1 if tail is None else tail.index}

@@ -39,7 +39,7 @@ class Bounds:
 
     def __init__(self, limits: Limits, group_world_size: int) -> None:
         self._limits, self._group_world_size = limits, group_world_size
-        self._fruitless, self._unread_since = 0, 0.0
+        self._fruitless, self._unread_since, self._overtaken = 0, 0.0, 0
         self.refusals = 0
 
     def stance(self, tail: Entry | None, readable: bool, state: Position, quorum: Quorum) -> Stance:
@@ -68,6 +68,16 @@ class Bounds:
         if self._fruitless > self._limits.attempts:
             return Agreed(Act.EXIT, reason=f"HealFailed: {self._fruitless} steps in a row: {reason}")
         return Agreed(act, entry=tail.index) if act is Act.LOAD and tail is not None else Agreed(act)
+
+    def overtaken(self) -> bool:
+        """A voted state was found behind a tail that nobody in the quorum holds. Once is what a peer's death leaves behind; whether
+        it is more than that: nobody of the quorum has written the tail since the last time."""
+        self._overtaken += 1
+        return self._overtaken > 1
+
+    def joined(self) -> None:
+        """A step was made together with the writer of the tail."""
+        self._overtaken = 0
 
     def pause(self) -> float:
         """Seconds to wait after a refused step."""

@@ -146,6 +146,8 @@ class Member:
         stance = self.bounds.stance(tail, readable, self.voting, quorum)
         if stance.go and self.now.empty and tail is None and (ahead := self._callbacks.ahead()):
             stance = Stance(False, Act.KEEP, ahead)
+        elif tail is not None and stance.act is Act.LOAD and not quorum.first and self.bounds.overtaken() and self._callbacks.rivals(tail):
+            stance = Stance(False, Act.EXIT, f"{stance.reason}, again: others go on outside of this quorum")
         self.now.stance = stance
         return stance.go
 
@@ -234,6 +236,8 @@ class Member:
         self._first = False
         self.bounds.reset()
         present = tuple(s.member for s in slots)
+        if tail is not None and member_id(tail.writer) in present:
+            self.bounds.joined()
         adding = tuple(s.member for s in slots if s.role is Role.CONTRIBUTES)
         parts = () if self.now.empty else tuple((s.member, s.nonce) for s in slots if s.role is Role.CONTRIBUTES)
         self._callbacks.on_made(before, self.position.trajectory.h, self.position.trajectory.step, parts)

@@ -1,0 +1,121 @@
+"""What lines of other replicas can make a member do: wait before a step from zero, or end as one half of a split; never more."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftckpt.commitlog.memory import MemoryLog
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.names import member_id
+from ftckpt.domain.trajectory import Trajectory, genesis
+from ftckpt.domain.vote import Act, Role, Slot
+from ftckpt.errors import LogUnreachable
+from ftckpt.flows.rivals import ahead, on_trajectory, split_brain
+from ftckpt.ports import ReplicaInfo
+from ftckpt.trainer.replicas.base import Callbacks
+from ftckpt.trainer.replicas.bounds import Limits
+from ftckpt.trainer.replicas.member import Member
+
+
+def tail_of(index: int, step: int, writer: str = "a") -> Entry:
+    h = "ab" * 32
+    return Entry(index=index, kind="generation", log="L", step=step, trajectory=h, prev=-1, base=-1, attempt="x", writer=writer)
+
+
+class Bench:
+    """One member, with a tail and hints that the test sets."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.tail: Entry | None = None
+        self.rival = self.before = ""
+        calls = Callbacks(
+            tail=lambda: self.tail,
+            known_tail=lambda: self.tail,
+            load_tail=lambda _: None,
+            rivals=lambda _: self.rival,
+            ahead=lambda: self.before,
+        )
+        self.member = Member("job", "b", "life", calls, Limits())
+        at: Trajectory = genesis("job")
+        for nonce in range(step):
+            at = at.advance([(1, nonce)])
+        self.member.adopt(at, {}, 0)
+
+    def step(self, max_step: int) -> tuple[bool, Act]:
+        self.member.begin()
+        go = self.member.take_stance(healing=False, max_step=max_step, world_size=1)
+        _, agreed = self.member.judge([self.slot()], own=0, expected=1, step=self.member.position.trajectory.step)
+        return go, agreed.act
+
+    def slot(self) -> Slot:
+        return self.member.slot(spare=False)
+
+    def makes(self, *others: str) -> None:
+        mine = self.slot()
+        theirs = [Slot(role=Role.CONTRIBUTES, member=member_id(o), nonce=1, h=mine.h, draws=0, samples=0) for o in others]
+        self.member.made([mine, *theirs], own=0, rank=0)
+
+
+@pytest.mark.covers("F82", "I8")
+def test_a_step_from_zero_waits_while_another_replica_is_seen_ahead_and_the_log_is_empty() -> None:
+    bench = Bench()
+    bench.before = "a is live at step 3"
+    assert bench.step(0) == (False, Act.KEEP)
+    bench.before = ""
+    assert bench.step(0)[0]
+
+
+@pytest.mark.covers("F59")
+def test_a_voted_replica_that_is_overtaken_twice_from_outside_ends_if_the_writer_lives() -> None:
+    bench = Bench(step=4)
+    assert bench.step(4)[0]
+    bench.makes()
+    bench.tail, bench.rival = tail_of(0, 9), "; split brain: a"
+    assert bench.step(5) == (False, Act.LOAD), "once: a peer may have died after its commit"
+    bench.tail = tail_of(1, 12)
+    go, act = bench.step(5)
+    assert (go, act) == (False, Act.EXIT)
+
+
+@pytest.mark.covers("F59")
+@pytest.mark.parametrize("why", ["writer has gone", "made a step with the writer"])
+def test_a_replica_that_is_overtaken_without_a_split_goes_on(why: str) -> None:
+    bench = Bench(step=4)
+    assert bench.step(4)[0]
+    bench.makes()
+    bench.tail, bench.rival = tail_of(0, 9), "" if why == "writer has gone" else "; split brain: a"
+    assert bench.step(5) == (False, Act.LOAD)
+    if why != "writer has gone":
+        bench.makes("a")
+    bench.tail = tail_of(1, 12)
+    assert bench.step(5) == (False, Act.LOAD)
+
+
+def line(replica: str, **changes: object) -> ReplicaInfo:
+    values = {"state": "live", "step": 3, "trajectory": "00" * 32, "detail": {"standing": "unknown", "tail": 0}, **changes}
+    return ReplicaInfo(replica=replica, incarnation="i", agents=(), group_world_size=1, time=0.0, **values)  # type: ignore[arg-type]
+
+
+def test_only_live_others_that_wrote_or_hold_the_tail_are_rivals() -> None:
+    tail = tail_of(4, 9)
+    lines = [
+        line("a"),
+        line("b", detail={"standing": "holds", "tail": 4}),
+        line("c", detail={"standing": "holds", "tail": 3}),
+        line("d", trajectory=tail.trajectory),
+        line("e", detail={"standing": "diverged", "tail": 4}),
+        line("f", state="joining", trajectory=tail.trajectory),
+    ]
+    assert on_trajectory(lines, tail, "b") == ("a", "d")
+    assert on_trajectory(lines, tail, "x") == ("a", "b", "d")
+
+
+def test_hints_come_from_the_log_and_a_silent_log_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MemoryLog("job")
+    assert (ahead(log, "b"), split_brain(log, tail_of(0, 1), "b")) == ("", "")
+    log.announce(line("a"), ttl=30)
+    assert "a is live at step 3" in ahead(log, "b")
+    assert ahead(log, "a") == ""
+    assert "split brain: a" in split_brain(log, tail_of(0, 1), "b")
+    monkeypatch.setattr(log, "replicas", lambda timeout=None: (_ for _ in ()).throw(LogUnreachable("down")))
+    assert (ahead(log, "b"), split_brain(log, tail_of(0, 1), "b")) == ("", "")
