@@ -51,8 +51,8 @@ def export(
         raise ConfigError(f"--to {to}: there is no such format", now="nothing was written", todo=f"choose one of {', '.join(TO)}")
     if to == "dcp" and (dtype or name_map or file_map):
         raise ConfigError("--dtype, --name-map and --file-map are for --to hf", now="nothing was written")
-    names = _mapping(name_map)
-    files = _mapping(file_map)
+    names = read_names(name_map)
+    files = read_names(file_map)
     limit = byte_count(max_shard_bytes)
     which = int(generation.removeprefix("#")) if generation is not None and generation.removeprefix("#").isdigit() else generation
     with (
@@ -99,7 +99,12 @@ def byte_count(text: str) -> int:
         raise ConfigError(f"{text!r} is no number of bytes", now="nothing was written", todo="write 500MB, 5GB or 4GiB") from e
 
 
-def _mapping(path: Path | None) -> dict[str, str] | None:
+def read_names(path: Path | None) -> dict[str, str] | None:
+    """A JSON object of names, or an index's ``weight_map``.
+
+    Raises:
+        ConfigError: it is none.
+    """
     if path is None:
         return None
     try:

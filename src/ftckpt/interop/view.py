@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from ftckpt.errors import Damaged
 from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.leaves import decode_leaves, decode_tree
+from ftckpt.interop.weights import Kind
 from ftckpt.trainer.naming import decode_torch, key_of
 from ftckpt.trainer.reading import borrow, read_whole
 from ftckpt.trainer.stored import Index, Stored
@@ -122,3 +124,34 @@ def flattened(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _followed(value: Any) -> bool:
     return isinstance(value, Mapping | Stored | torch.Tensor) or (type(value) is list and any(map(_followed, value)))
+
+
+class GenerationWeights:
+    """A model of a generation as weights under its own names, for name maps and hooks.
+
+    Args:
+        generation: open. state: which model.
+    """
+
+    def __init__(self, generation: OpenGeneration, state: str = "model") -> None:
+        self.where = f"{generation.location}/{state}"
+        self._view, self._prefix = View(generation), f"{state}/"
+
+    def __enter__(self) -> Self:
+        """Nothing is opened; the generation is."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The generation is closed by whoever opened it."""
+
+    def kinds(self) -> Mapping[str, Kind]:
+        """All names with what they are."""
+        found = {name: self._view.index.get(self._prefix + name) for name in self._view.index.below(self._prefix)}
+        return {name: Kind(stored.dtype, stored.shape) for name, stored in found.items() if stored is not None}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, verified. Raises Damaged."""
+        stored = self._view.index.get(self._prefix + name)
+        if stored is None:
+            raise Damaged(f"{self.where} has no {name}")
+        return self._view.whole(stored)

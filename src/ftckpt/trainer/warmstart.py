@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from ftckpt.interop.adapter import Adapter
 from ftckpt.interop.dcp_files import METADATA, DcpWeights
 from ftckpt.interop.huggingface import SUFFIX, SafetensorsWeights
 from ftckpt.interop.torchfile import TorchFileWeights
+from ftckpt.interop.view import GenerationWeights
 from ftckpt.interop.weights import Weights, fill, named
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.restore import restore
@@ -159,18 +161,29 @@ def _weights(registry: StateRegistry, source: str | os.PathLike[str], kind: str,
             f"{name!r} has {len(parts)} parts; others' files are loaded into one module", todo="use load_model or interop directly"
         )
     adapter = options.hooks or Adapter(options.name_map)
-    text = os.fspath(source).removeprefix("file://")
-    weights: Weights
-    if kind == "torch":
-        weights = TorchFileWeights(text, options.key)
-    elif kind == "dcp":
-        weights = DcpWeights(text, options.key)
-    elif kind == "safetensors":
-        weights = SafetensorsWeights(text)
-    else:
-        raise ConfigError(
-            "name_map and hooks are for others' files", todo='to load another state of a generation: sources={"model": "ema"}'
-        )
-    with weights:
-        report = fill(parts[0], weights, adapter, strict=strict)
+    with ExitStack() as stack:
+        if kind == "ftckpt":
+            found = stack.enter_context(located(source, root=options.root, log=options.log, step=options.step))
+            weights: Weights = GenerationWeights(found, name)
+        else:
+            weights = open_weights(source, kind, options.key)
+        report = fill(parts[0], stack.enter_context(weights), adapter, strict=strict)
     return WarmReport(source=os.fspath(source), loaded=True, format=kind, states={name: named(report, name)})
+
+
+def open_weights(source: str | os.PathLike[str], kind: str, key: str | Sequence[str] = ()) -> Weights:
+    """Others' files as weights, to be entered with ``with``.
+
+    Raises:
+        ConfigError: there is no such format, or a key where it has no meaning.
+    """
+    text = os.fspath(source).removeprefix("file://")
+    if kind == "torch":
+        return TorchFileWeights(text, key)
+    if kind == "dcp":
+        return DcpWeights(text, key)
+    if kind != "safetensors":
+        raise ConfigError(f"there is no format {kind!r} for others' files", todo="choose safetensors, torch or dcp")
+    if key:
+        raise ConfigError("safetensors files have no keys to follow", todo="leave out key, or map the names")
+    return SafetensorsWeights(text)

@@ -1,0 +1,82 @@
+"""``ftckpt import``: others' weights become a seed that is verified, listed and resumed from like any generation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ftckpt
+from ftckpt import cli
+from unit.interop.saved_jobs import equal, opened
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    (tmp_path / "root").mkdir()
+    monkeypatch.setenv("FTCKPT_ROOT", str(tmp_path / "root"))
+
+    def call(*argv):
+        capfd.readouterr()
+        status = cli.call(list(map(str, argv)))
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.mark.covers("A16", "A9", "D14")
+def test_imported_weights_are_a_seed_that_training_resumes_from(tmp_path, run):
+    given = net(3)
+    names = {f"{i}.{k}": f"h.{i}.{k}" for i in (0, 1, 2) for k in ("weight", "bias")} | {
+        f"1.{k}": f"stats.{k}" for k in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    theirs = {names[k]: v for k, v in given.state_dict().items()} | {"lm_head": torch.ones(3)}
+    save_file(theirs, tmp_path / "w.safetensors")
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    argv = ("import", "gpt", "--from", tmp_path / "w.safetensors", "--name-map", tmp_path / "names.json", "--json")
+    status, out, err = run(*argv)
+    assert status == 0, err
+    assert json.loads(out)["left_out"] == ["lm_head"]
+    assert run("verify", "gpt", "--all")[0] == 0
+    assert json.loads(run("ls", "gpt", "--json")[1])["entries"][0]["standing"] == "tail"
+    assert run(*argv)[0] == 7  # never over what is there
+    model = net(5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with opened(tmp_path) as ckpt:
+        ckpt.register(model=model, optimizer=optimizer, train={"n": 0})
+        report = ckpt.resume()
+        assert (report.source, report.step) == ("generation", 0)
+        assert equal(model.state_dict(), given.state_dict())
+        ckpt.step()
+        assert ckpt.save(wait=30.0).generation.step == 1
+    with opened(tmp_path) as ckpt:
+        ckpt.register(model=model, optimizer=optimizer, train={"n": 0})
+        assert ckpt.resume().step == 1
+
+
+@pytest.mark.covers("B15", "I10")
+def test_other_sources_and_a_cast(tmp_path, run):
+    given = net(3)
+    torch.save({"model": given.state_dict()}, tmp_path / "w.pt")
+    assert run("import", "one", "--from", tmp_path / "w.pt")[0] == 2  # its weights are under a key
+    assert not (tmp_path / "root" / "one").exists()
+    assert run("import", "one", "--from", tmp_path / "w.pt", "--key", "model", "--dtype", "bfloat16")[0] == 0
+    fresh = net(4).bfloat16()
+    ftckpt.load_model("one", fresh, root=tmp_path / "root")
+    assert equal(fresh.state_dict(), given.bfloat16().state_dict())
+    place = next((tmp_path / "root" / "one" / "generations").iterdir())
+    assert run("import", "two", "--from", place, "--new-job", "--state", "teacher")[0] == 0
+    ftckpt.load_model("two", again := net(5).bfloat16(), root=tmp_path / "root", state="teacher")
+    assert equal(again.state_dict(), fresh.state_dict())
+    status, _, err = run("import", "three", "--from", tmp_path / "nothing.pt", "--new-job")
+    assert status == 3
+    assert "nothing was loaded" in err
