@@ -61,14 +61,15 @@ class Retain:
         self._followed = {index: until for index, until in self._followed.items() if until > now}
         if self._waiting() or (self._done and policy == KeepLast(None)):
             return  # what keeps everything looks for what dead attempts left only until there is nothing more to come
-        end = now + config.gc_s
+        seconds = min(config.gc_s, config.commit_linger_s)
+        end = now + seconds
         try:
             report = collect(
                 self._log,
                 self._store,
                 config.job,
                 policy,
-                drain_s=config.gc_s / _DRAIN_SHARE,
+                drain_s=seconds / _DRAIN_SHARE,
                 sound=self._sound,
                 hold=self._followed,
                 going=lambda: time.monotonic() < end and not self._desk.stopping.is_set(),
