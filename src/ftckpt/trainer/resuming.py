@@ -22,7 +22,8 @@ from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.restore import RestoreReport
 
-ROUNDS = 64
+FIRST_S = 60.0  # how long a replica waits for the first generation that others are making; less than ranks wait for each other
+POLL_S = 0.2
 
 
 class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,12 +164,24 @@ class Resumer:
     # ------------------------------------------------------------------ steps
     def _choose(self, request: Request, faults: dict[str, Fault | None], *, adopt: bool) -> Choice:
         def make() -> _Word:
-            return _Word(choice=choose(self._log, self._store, self._job, request, findings=dict(faults), adopt=adopt))
+            end = time.monotonic() + FIRST_S
+            while True:
+                try:
+                    return _Word(choice=choose(self._log, self._store, self._job, request, findings=dict(faults), adopt=adopt))
+                except NothingLoadable:
+                    if not isinstance(request, Newest) or time.monotonic() > end or not self._first_is_coming():
+                        raise
+                time.sleep(POLL_S)
 
         word = self._agree("choice", make)
         if word.choice is None:
             raise NothingLoadable("rank 0 chose nothing")
         return word.choice
+
+    def _first_is_coming(self) -> bool:
+        """Whether another replica is at work on the job's first generation: it is no lost progress, only not there yet."""
+        others = (r for r in self._log.replicas() if r.replica != self._replica.replica)
+        return self._log.tail() is None and any(r.state == "live" for r in others)
 
     def _try(self, choice: Choice, options: LoadOptions) -> tuple[Loaded | None, str]:
         """Load on every rank; the fault is the first rank's that could not, and the same on all."""
