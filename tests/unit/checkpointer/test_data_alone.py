@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from data_world import Alone  # type: ignore[import-not-found]
 
+pytestmark = pytest.mark.timeout(600)
 EPOCH = 15  # batches of 4 in 60 samples
 
 
