@@ -18,7 +18,7 @@ from chaos.nemeses.schedule import KINDS, possible, schedule
 from chaos.runner import Runner, describe, folder_for
 from chaos.workloads.jobs import WORKLOADS, Plan
 
-QUIET = ("restart", "undo", "healthy", "calm", "goal", "stuck")
+QUIET = ("restart", "hung", "undo", "healthy", "calm", "goal", "stuck")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -95,6 +95,8 @@ def report(e: Evidence, verdicts: list[Verdict]) -> str:
         f"generations committed: {generations}; openings: {len(e.entries) - generations}; highest step: {max((x.step for x in e.lines), default=0)}",
         f"restarts: {sum(h.kind == 'restart' for h in e.happened)}; heals: {sum(x.healed for x in e.lines)}; resumes: {sum(x.kind == 'resumed' for x in e.lines)}",
     ]
+    if hung := [h for h in e.happened if h.kind == "hung"]:
+        lines.append(f"ended because silent: {', '.join(f'{h.units[0]} (after: {h.text})' for h in hung)}")
     if times:
         lines.append(f"recoveries: {len(times)}; seconds: median {times[len(times) // 2]:.1f}, longest {times[-1]:.1f}")
     for v in verdicts:

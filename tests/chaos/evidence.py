@@ -18,7 +18,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a rank's history.
 
     Args:
-        kind: "started" (process began), "resumed" (state restored), "step" (one attempt at a step was made and decided),
+        kind: "started" (process began), "joined" (its ranks have found each other; from here on it is in our hands), "resumed" (state restored), "step" (one attempt at a step was made and decided),
             "acked" (a save's handle said committed), "ended" (left in order).
         time: seconds since the epoch. pid: of the trainer.
         step, trajectory: of the state after it. params, optim: digests of that state on this rank.
@@ -64,7 +64,7 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that the run did or saw.
 
     Args:
-        kind: name of the nemesis, or "restart", "undo", "healthy", "stuck", "calm" (faults have stopped), "goal".
+        kind: name of the nemesis, or "restart", "hung" (a unit was silent too long and was ended), "undo", "healthy", "stuck", "calm" (faults have stopped), "goal".
         until: when its effect ended; 0 if at once.
         units: names of the units hit. pids: processes hit.
         machine: the units' agents died with it. frozen: agents were stopped.

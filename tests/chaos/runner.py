@@ -168,8 +168,8 @@ class Runner:
             self._disturbed = time.time()
         self.job.supervise(now)
         for h in self.happened[self._told :]:
-            if h.kind == "restart":
-                self.tell(f"   restart {' '.join(h.units)}: {h.text}")
+            if h.kind in ("restart", "hung"):
+                self.tell(f"   {h.kind} {' '.join(h.units)}: {h.text}")
         self._told = len(self.happened)
         if not self._well_since and self._healthy():
             self._well_since = now

@@ -200,6 +200,12 @@ PLANTED: list[tuple[str, Checker, Change, str]] = [
         lambda e: swap(e, run=msgspec.structs.replace(e.run, ended=T0 + 99, statuses={"replica0": 1})),
         "ended with status",
     ),
+    (
+        "a unit that hangs",
+        ending.bounded,
+        lambda e: swap(e, happened=(Happened(kind="hung", time=T0, units=("a",), text="joined"),)),
+        "silent",
+    ),
     ("a process left", ending.nothing_left, lambda e: swap(e, left=("process 7: x",)), "process 7"),
     ("memory that grows", ending.flat, grown("rss", 8 << 20), "rss grew"),
     ("descriptors that grow", ending.flat, grown("fds", 2), "fds grew"),

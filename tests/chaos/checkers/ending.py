@@ -76,9 +76,16 @@ def flat(e: Evidence) -> Verdict:
     return verdict("flat", problems, seen or 1)
 
 
+def bounded(e: Evidence) -> Verdict:
+    """I11: no unit hangs once its ranks have found each other (before that, torch's own joining may)."""
+    hung = [h for h in e.happened if h.kind == "hung"]
+    ours = [f"{' '.join(h.units)} was silent for too long after: {h.text}" for h in hung if set(h.text.split(", ")) - {"", "started"}]
+    return verdict("bounded", ours, 1 + len(hung))
+
+
 def enough(e: Evidence) -> Verdict:
     """A run in which little happened says little: at least one fault and one generation, and it was not cut short."""
-    faults = [h for h in e.happened if h.kind not in ("restart", "healthy", "undo", "calm", "goal", "stuck")]
+    faults = [h for h in e.happened if h.kind not in ("restart", "hung", "healthy", "undo", "calm", "goal", "stuck")]
     missing = [
         text
         for text, wrong in (

@@ -19,6 +19,7 @@ CHECKERS: tuple[Checker, ...] = (
     states.replicas_equal,
     ending.audit,
     ending.commits_again,
+    ending.bounded,
     ending.nothing_left,
     ending.flat,
 )

@@ -29,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         workload: "solo", "elastic", "torchft" or "fsdp".
         folder: of the run. log: "sqlite" or "etcd". rendezvous: torchrun's backend.
         save_every: steps. slow: seconds of sleep per step. restart_after: seconds until a dead unit is started again.
+        hung_after: seconds of silence after which a unit is ended, as by a scheduler's liveness probe; longer than every deadline of a step.
     """
 
     workload: str
@@ -42,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 0
     width: int = 64
     restart_after: float = 0.5
+    hung_after: float = 150.0
 
     @property
     def replicas(self) -> int:
@@ -96,14 +98,14 @@ class Unit:
 
     def __init__(self, name: str, mark: str, child: Child) -> None:
         self.name, self.mark, self.child = name, mark, child
-        self.down_since = 0.0
+        self.down_since = self.started = 0.0
         self.starts = 0
         self.old: list[Child] = []  # of machines that were replaced
 
     def start(self) -> None:
         """Start it (again)."""
         self.child.start()
-        self.starts, self.down_since = self.starts + 1, 0.0
+        self.starts, self.down_since, self.started = self.starts + 1, 0.0, time.time()
 
     def processes(self) -> list[psutil.Process]:
         """All its living processes, agents and orphans too."""
@@ -146,6 +148,7 @@ class Job:
         self.light_wanted = False
         self.units: list[Unit] = []
         self._offsets: dict[Path, int] = {}
+        self._last: dict[tuple[int, int], Line] = {}
         self._zombies: list[tuple[float, list[psutil.Process]]] = []
         self._machines = 0
 
@@ -189,6 +192,8 @@ class Job:
             return
         for unit in self.units:
             status = unit.child.poll()
+            if status is None:
+                self._probe(unit, now)
             if status is None or status == 0:
                 continue
             if not unit.down_since:
@@ -198,6 +203,16 @@ class Job:
                 text = f"status {status}, start {unit.starts + 1}: {last_words(unit.child.log)}"
                 self.happened.append(Happened(kind="restart", time=now, units=(unit.name,), pids=tuple(orphans), text=text))
                 unit.start()
+
+    def _probe(self, unit: Unit, now: float) -> None:
+        """End a unit that has been silent for too long."""
+        replica = self.units.index(unit)
+        last = [x for (r, _), x in self._last.items() if r == replica]
+        if now - max([unit.started, *(x.time for x in last)]) < self.plan.hung_after:
+            return
+        kinds = ", ".join(sorted({x.kind for x in last if x.time > unit.started}))
+        self.happened.append(Happened(kind="hung", time=now, units=(unit.name,), pids=tuple(unit.kill(agents=False)), text=kinds))
+        unit.started = now
 
     def replace(self, unit: Unit) -> None:
         """Start a unit on another machine, though the old one's processes are still there (stopped): as an impatient scheduler would."""
@@ -250,7 +265,9 @@ class Job:
             whole = data[: data.rfind(b"\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
             new += _lines(whole)
-        return sorted(new, key=lambda x: x.time)
+        new.sort(key=lambda x: x.time)
+        self._last.update({(x.replica, x.rank): x for x in new})
+        return new
 
     # ------------------------------------------------------------------ parts
     def _argv(self, replica: int) -> list[str]:
@@ -265,7 +282,10 @@ class Job:
         backend = p.rendezvous if self.etcd is not None else "c10d"
         endpoint = self.etcd.endpoint if self.etcd is not None and backend != "c10d" else None
         restarts = 1000 if p.workload == "elastic" else 0
-        return torchrun(script, job=f"{p.job}-{replica}", nproc=p.ranks, backend=backend, endpoint=endpoint, max_restarts=restarts)
+        argv = torchrun(script, job=f"{p.job}-{replica}", nproc=p.ranks, backend=backend, endpoint=endpoint, max_restarts=restarts)
+        if backend == "etcd-v3":
+            argv.insert(argv.index(script[0]), "--rdzv-conf=closed_ttl=3")  # a unit that ended is started again with the same id
+        return argv
 
     def _env(self, replica: int, mark: str) -> dict[str, str]:
         env = {

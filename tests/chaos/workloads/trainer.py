@@ -131,6 +131,7 @@ def main() -> None:
     record.write("started")
     if kind in ("elastic", "fsdp"):
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    record.write("joined")
     torch.manual_seed(1234)
     torch.set_num_threads(1)
     model = wrapped(kind, network(kind, args.width))
