@@ -34,6 +34,11 @@ _LAZY = {
     "FtckptReader": "ftckpt.interop.dcp",
     "WarmReport": "ftckpt.trainer.warmstart",
     "ModelReport": "ftckpt.trainer.inference",
+    "KeepBest": "ftckpt.domain.keep",
+    "KeepEvery": "ftckpt.domain.keep",
+    "KeepLast": "ftckpt.domain.keep",
+    "KeepSteps": "ftckpt.domain.keep",
+    "KeepYounger": "ftckpt.domain.keep",
     "FtckptError": "ftckpt.errors",
 }
 
@@ -42,6 +47,11 @@ __all__ = sorted((*_LAZY, "__version__"))
 if TYPE_CHECKING:
     from ftckpt.data.elastic import ElasticLoader as ElasticLoader
     from ftckpt.data.sampler import ElasticSampler as ElasticSampler
+    from ftckpt.domain.keep import KeepBest as KeepBest
+    from ftckpt.domain.keep import KeepEvery as KeepEvery
+    from ftckpt.domain.keep import KeepLast as KeepLast
+    from ftckpt.domain.keep import KeepSteps as KeepSteps
+    from ftckpt.domain.keep import KeepYounger as KeepYounger
     from ftckpt.domain.policy import AtEnd as AtEnd
     from ftckpt.domain.policy import AtSteps as AtSteps
     from ftckpt.domain.policy import Every as Every
