@@ -207,9 +207,9 @@ PLANTED: list[tuple[str, Checker, Change, str]] = [
         "silent",
     ),
     ("a process left", ending.nothing_left, lambda e: swap(e, left=("process 7: x",)), "process 7"),
-    ("memory that grows", ending.flat, grown("rss", 8 << 20), "rss grew"),
-    ("descriptors that grow", ending.flat, grown("fds", 2), "fds grew"),
-    ("threads that grow", ending.flat, grown("threads", 1), "threads grew"),
+    ("memory that grows", ending.flat, grown("rss", 16 << 20), "rss grew"),
+    ("descriptors that grow", ending.flat, grown("fds", 4), "fds grew"),
+    ("threads that grow", ending.flat, grown("threads", 2), "threads grew"),
 ]
 
 

@@ -54,10 +54,11 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others: a choice or an error; and of an opening the entry."""
+    """What rank 0 tells the others: a choice, an answer or an error; and of an opening the entry."""
 
     choice: Choice | None = None
     entry: Entry | None = None
+    yes: bool = False
     error: str = ""
     texts: tuple[str, str, str] = ("", "", "")
 
@@ -180,8 +181,17 @@ class Resumer:
 
     def _first_is_coming(self) -> bool:
         """Whether another replica is at work on the job's first generation: it is no lost progress, only not there yet."""
-        others = (r for r in self._log.replicas() if r.replica != self._replica.replica)
-        return self._log.tail() is None and any(r.state == "live" for r in others)
+        return self._log.tail() is None and self._live_elsewhere()
+
+    def _others_go_on(self) -> bool:
+        """Whether other replicas are at work, alike on all ranks: then a generation that cannot be loaded is no loss, they have its state.
+
+        It is a hint: if they die now, the first vote finds this state behind the tail, and the next start opens.
+        """
+        return self._agree("others", lambda: _Word(yes=self._live_elsewhere())).yes
+
+    def _live_elsewhere(self) -> bool:
+        return any(r.state == "live" for r in self._log.replicas() if r.replica != self._replica.replica)
 
     def _try(self, choice: Choice, options: LoadOptions) -> tuple[Loaded | None, str]:
         """Load on every rank; the fault is the first rank's that could not, and the same on all."""
@@ -200,7 +210,9 @@ class Resumer:
 
     def _settled(self, choice: Choice, loaded: Loaded, opening: str, began: float) -> ResumeReport:
         base = choice.entry.index if choice.entry is not None else -1
-        if choice.opens:
+        if choice.opens and choice.rejected and not self._fence and self._others_go_on():
+            trajectory = loaded.manifest.trajectory  # behind the tail: it heals from those who have it, and nobody is fenced
+        elif choice.opens:
             trajectory = self._open(loaded.manifest.trajectory, base, choice.tail, opening)
         else:
             trajectory = self._loader.trajectory(loaded.manifest, choice.tail)

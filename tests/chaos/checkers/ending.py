@@ -59,7 +59,7 @@ def nothing_left(e: Evidence) -> Verdict:
 
 
 def flat(e: Evidence) -> Verdict:
-    """I11: memory, descriptors and threads of each process do not grow over its life."""
+    """I11: memory, descriptors and threads of each process do not grow once it runs (the first third of its life is left out)."""
     lives: dict[tuple[int, str], list[Usage]] = defaultdict(list)
     for u in e.usage:
         lives[u.pid, u.what].append(u)
@@ -70,7 +70,7 @@ def flat(e: Evidence) -> Verdict:
         seen += 1
         third = len(life) // 3
         for key, room in ROOM.items():
-            first, last = (median(getattr(u, key) for u in part) for part in (life[third // 2 : third + 1], life[-third:]))
+            first, last = (median(getattr(u, key) for u in part) for part in (life[third : 2 * third], life[-third:]))
             if last - first > room:
                 problems.append(f"{what} (pid {pid}): {key} grew from {first:.0f} to {last:.0f}")
     return verdict("flat", problems, seen or 1)

@@ -1,4 +1,4 @@
-"""A replica that starts while others make the job's first generation waits for it; without others it is refused at once (F7)."""
+"""What a starting replica does while others are at work: it waits for their first generation, and fences nobody who goes on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 
 from ftckpt.commitlog.memory import MemoryLog, MemoryStore
 from ftckpt.domain.sources import Newest
-from ftckpt.errors import NothingLoadable
+from ftckpt.errors import Damaged, NothingLoadable
 from ftckpt.ports import ReplicaInfo
 from ftckpt.stores.local import LocalStore
 from ftckpt.testing.generations import append, walk, write_generation
 from ftckpt.trainer.group import Group
+from ftckpt.trainer.loading import LoadOptions
+from ftckpt.trainer.restore import RestoreReport
 from ftckpt.trainer.resuming import Resumer
 
 STATE = {"model/w": np.arange(8, dtype=np.float32)}
@@ -30,6 +32,45 @@ def replica_line(name: str) -> ReplicaInfo:
 def resumer(store: LocalStore, log: MemoryLog) -> Resumer:
     nothing: Any = SimpleNamespace(replica="late")
     return Resumer(store, log, "job", Group().open(), nothing, nothing, fence=False)
+
+
+class Loads:
+    """A loader that finds one generation damaged, and a replica that remembers what it adopted."""
+
+    replica, incarnation = "late", "i"
+
+    def __init__(self, damaged: str) -> None:
+        self.damaged = damaged
+        self.adopted: Any = None
+
+    def load(self, location: str, entry: Any, replica: Any, options: Any) -> Any:
+        if location == self.damaged:
+            raise Damaged(f"{location} is rotten")
+        manifest = SimpleNamespace(trajectory=walk("job", entry.step), counts={}, samples=0, batches_committed=0)
+        return SimpleNamespace(manifest=manifest, report=RestoreReport(), warnings=())
+
+    def trajectory(self, manifest: Any, tail: Any) -> Any:
+        return manifest.trajectory
+
+    def adopt(self, trajectory: Any, counts: Any, samples: int, batches: int) -> None:
+        self.adopted = trajectory
+
+
+@pytest.mark.covers("F25", "I2", "I8")
+@pytest.mark.parametrize("others", [True, False], ids=["peers live", "alone"])
+def test_a_rotten_newest_generation_fences_nobody_while_peers_have_its_state(tmp_path: Path, others: bool) -> None:
+    store, log = LocalStore(tmp_path), MemoryLog("job", MemoryStore())
+    write_generation(store, log, "job", 5, STATE)
+    newest = write_generation(store, log, "job", 10, STATE)
+    if others:
+        log.announce(replica_line("early"), ttl=60.0)
+    both: Any = Loads(newest.location)
+    report = Resumer(store, log, "job", Group().open(), both, both, fence=False).resume(Newest(), LoadOptions())
+    assert report.step == 5
+    tail = log.tail()
+    assert tail is not None
+    assert tail.kind == ("generation" if others else "open")
+    assert both.adopted.h == (walk("job", 5).h if others else tail.trajectory)
 
 
 @pytest.mark.covers("F7", "I8")
