@@ -19,6 +19,7 @@ from ftckpt.errors import FtckptError, HealRefused
 from ftckpt.format.digest import digest
 from ftckpt.trainer.healing import STATES, HealCarrier
 from ftckpt.trainer.peers import Peers
+from ftckpt.trainer.restore import restore
 from ftckpt.transfer.tls import taking
 from ftckpt.wiring import job_secret
 
@@ -108,7 +109,11 @@ class Member:
 
         state = self.carrier.fetch(metadata, step, timeout, admit)
         arrived = state["user"].pop(STATES)
-        self.ckpt._load_arrived(arrived)
+        try:
+            restore(self.ckpt.registry, [arrived.image], arrived.leaves, arrived.states)
+        finally:
+            arrived.release()
+        self.ckpt._session.client.note("healed", arrived.text, arrived.detail)
         mine = state["user"].get("mine")
         return {
             **self.look(),
@@ -120,8 +125,8 @@ class Member:
         }
 
     def look(self) -> dict[str, Any]:
-        """Every different number in the live state, a digest of it, and this process's memory."""
-        seen = sorted({float(v) for t in self.tensors() for v in t.double().unique().tolist()} | {float(self.note["rounds"])})
+        """The least and greatest number of every tensor of the live state, a digest of it, and this process's memory."""
+        seen = sorted({float(v) for t in self.tensors() for v in t.aminmax()} | {float(self.note["rounds"])})
         whole = digest(b"".join(digest(memoryview(t.reshape(-1).view(torch.uint8).numpy())).encode() for t in self.tensors() if t.ndim))
         return {
             "numbers": seen,

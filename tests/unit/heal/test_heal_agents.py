@@ -228,7 +228,7 @@ def test_a_state_of_one_and_a_half_gigabytes_needs_arena_and_chunks_only(members
     assert size > 1.5e9
     source.call("publish", step=3)
     got = joiner.call("heal", metadata=source.metadata, step=3, timeout=50.0)
-    assert got["numbers"] == [3.0], got.get("error")
+    assert got.get("numbers") == [3.0], got
     # live state, its gradients once, the arena's slot, chunks and torch itself
     assert got["peak"] < size + size / 3 + 1.35 * size + 600 * MIB, got["peak"] / size
     agent = psutil.Process(joiner.agent).memory_info()
