@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,26 +12,21 @@ from ftckpt import config
 from ftckpt.config import Settings
 from ftckpt.domain.policy import Moment, Never, Policy
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded, Diverged, FtckptError
-from ftckpt.flows.rivals import ahead, split_brain
+from ftckpt.errors import ConfigError, DeadlineExceeded
 from ftckpt.link.client import AgentClient
-from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer import exiting
-from ftckpt.trainer.addresses import Addresses
-from ftckpt.trainer.events import Captured, E, Events, Healed, Saving
+from ftckpt.trainer.background import Background
+from ftckpt.trainer.events import Captured, E, Events, Saving
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle
-from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
+from ftckpt.trainer.joining import Joining
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader, LoadOptions
-from ftckpt.trainer.options import manager_options
+from ftckpt.trainer.opening import open_agent, open_parts
 from ftckpt.trainer.orphans import DataPolicy
-from ftckpt.trainer.pace import HealPace
-from ftckpt.trainer.peers import Peers
-from ftckpt.trainer.replicas.base import Callbacks, Outcome, Replica
+from ftckpt.trainer.replicas.base import Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
-from ftckpt.trainer.restore import restore
 from ftckpt.trainer.resuming import Resumer, ResumeReport
 from ftckpt.trainer.samples import SampleLedger
 from ftckpt.trainer.saving import Saver
@@ -40,21 +34,14 @@ from ftckpt.trainer.session import Session
 from ftckpt.trainer.starting import Starter
 from ftckpt.trainer.states import Scope, StateRegistry
 from ftckpt.trainer.tail import TailReader
-from ftckpt.trainer.warmstart import Format, WarmOptions, WarmReport
-from ftckpt.transfer.client import Progress
-from ftckpt.transfer.tls import taking
-from ftckpt.wiring import agent_config, claim_root, job_secret, log_url, open_log, open_store, vouching
+from ftckpt.trainer.warmstart import WarmOptions, WarmReport
 
 if TYPE_CHECKING:
     import torch
 
-    from ftckpt.format.namemap import NameMap
-    from ftckpt.interop.adapter import Adapter
     from ftckpt.trainer.replicas.manager import FtManager
 
 logger = logging.getLogger("ftckpt")
-LIVE_INTERVAL_S = 0.5
-HEAL_SHOWN_S = 1.0  # a heal that takes longer tells how far it is, that often
 
 
 class Checkpointer:
@@ -76,22 +63,22 @@ class Checkpointer:
         self.registry, self._loaders = StateRegistry(), Loaders()
         self._session = Session(client, self.registry, group, settings)
         self._tail = TailReader(log, client)
-        self._addresses = Addresses(group)
         self._loader = GenerationLoader(store, log, settings.job, group, self.registry, self._loaders)
         self._replica: Replica | None = None
         self._manager: FtManager | None = None
-        self._carrier: HealCarrier | None = None
-        self._pace: HealPace | None = None
         self._saver: Saver | None = None
         self._events = Events()
         self._starter = Starter(
             settings.job, self.registry, self._make_resumer, self._tail, self._events,
             word=resume_word, restarts=config.launch().restart_count, must_exist=self.read_only,
         )  # fmt: skip
+        self._background = Background(self._session, self._tail, self._events, group)
         self._ledger = SampleLedger()
+        self._joining = Joining(
+            settings, group, self._session, log, self._tail, self._ledger, self._background, self._events,
+            reload=lambda index: self._make_resumer().reload(index),
+        )  # fmt: skip
         self._last: Outcome | None = None
-        self._told = self._shown = 0.0
-        self._live: tuple[str, Trajectory, dict[str, str | int | float]] | None = None
         self._resumer: Resumer | None = None
         self._resumed = self._closed = False
 
@@ -135,23 +122,13 @@ class Checkpointer:
             from ftckpt.trainer.reader import ReadOnlyCheckpointer
 
             return ReadOnlyCheckpointer.of(settings)
-        said = config.launch()
-        store = open_store(settings.root, write=True)
-        commit_log = open_log(settings.log, job=settings.job, root_url=settings.root, timeout=settings.deadlines.log_s)
-        group = Group.from_env(deadline=settings.deadlines.group_s).open()
+        parts = open_parts(settings, write=True)
         try:
-            same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
-            group.check_equal("settings", same.encode(), what="job, root, log and replica")
-            url = log_url(settings.log, job=settings.job, root_url=settings.root)
-            claim_root(store, settings.job, log=url, uuid=vouching(commit_log), new_job=settings.new_job)
-            told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
-            client = AgentClient.open(told, on_warning=_warn)
+            client = open_agent(settings, parts)
         except BaseException:
-            group.close()
-            commit_log.close()
-            store.close()
+            parts.close()
             raise
-        return cls(settings, policy or Never(), group, store, commit_log, client, said.resume)
+        return cls(settings, policy or Never(), parts.group, parts.store, parts.log, client, config.launch().resume)
 
     def close(self) -> None:
         """End in order: a last save where the policy says so, then wait for what is in flight. May be called twice.
@@ -217,34 +194,8 @@ class Checkpointer:
         """
         if self._replica is not None:
             raise ConfigError("torchft_manager() must be called once, before register(), resume() and batches()")
-        from ftckpt.trainer.replicas.torchft import FtReplica, build_manager
-
-        secret = bytes.fromhex(job_secret(self.settings))
-        peers = Peers(self._log, secret, self.settings.replica, self.group.rank, lambda: os.urandom(32))
-        peers.prepare()
-        carrier = HealCarrier(
-            self._session,
-            trajectory=lambda: self.replica.trajectory,
-            peers=peers,
-            on_progress=self._healing,
-            tls=taking(self.settings.agent_tls_ca),
-        )
-        callbacks = Callbacks(
-            tail=self._tail.read,
-            known_tail=self._tail.known,
-            load_tail=self._load_tail,
-            on_boundary=carrier.freeze,
-            on_event=self._note,
-            rivals=lambda tail: split_brain(self._log, tail, self.settings.replica),
-            ahead=lambda: ahead(self._log, self.settings.replica),
-            on_vote=self._ledger.voting,
-            on_made=self._ledger.made,
-        )
-        told = manager_options(self.settings, config.launch(), self.group, min_replica_size, max_replicas, options)
-        manager = build_manager(pg=pg, callbacks=callbacks, carrier=carrier, **told)
-        self._pace = HealPace(told["timeouts"].step, told.get("bandwidth"), self._warn_pace)
-        manager.register_state_dict_fn(STATES, self._load_arrived, lambda: None)
-        self._replica, self._manager, self._carrier = FtReplica(manager), manager, carrier
+        manager, self._replica = self._joining.manager(pg, min_replica_size, max_replicas, options)
+        self._manager = manager
         return manager
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -361,19 +312,8 @@ class Checkpointer:
         self,
         source: str | os.PathLike[str],
         *,
-        what: Literal["weights", "all"] = "weights",
-        format: Format = "auto",
-        state: str | None = None,
-        key: str | Sequence[str] = (),
-        name_map: NameMap | None = None,
-        hooks: Adapter | None = None,
-        sources: Mapping[str, str | Sequence[str]] | None = None,
-        strict: Any = "exact",
-        on_mismatch: Any = "error",
-        root: str | os.PathLike[str] | None = None,
-        log: str | None = None,
-        step: int | None = None,
         force: bool = False,
+        **options: Any,
     ) -> WarmReport:
         """Begin a new job with given weights. Call it between ``register()`` and ``resume()``, in every start alike: once the job
         has generations it is passed over with a warning that names what ``resume()`` takes instead. Steps begin at 0.
@@ -381,25 +321,19 @@ class Checkpointer:
         Args:
             source: path of a generation or job of ftckpt (or a job's name), of safetensors (a file, or a directory with or without
                 index), of a ``.pt`` file, of a DCP directory.
-            what: "weights", or "all" that a generation of ftckpt has under the registered names.
-            format: what the source is; "auto" looks, but never reads a DCP directory, which must be named: "dcp".
-            state: which registered model; left out: all of a generation's; of other sources "model", or the only one.
-            key: where in a ``.pt`` file or DCP directory the weights are: ``"model"``, ``"state.model"``.
-            name_map: our name -> name in the source; see ``format.namemap``.
-            hooks: an ``interop.adapter.Adapter``, which can change values too.
-            sources: of a generation: live name -> stored name, or several in order of preference.
-            strict, on_mismatch: as for ``resume``.
-            root, log, step: of a generation, as for ``load_model``.
+            options: as for ``WarmOptions``: ``what``, ``format``, ``state``, ``key``, ``name_map``, ``hooks``, ``sources``, ``strict``,
+                ``on_mismatch``, ``root``, ``log``, ``step``.
             force: load, and begin at step 0 whatever the job has; passed over when torchrun restarts a worker.
 
         Raises:
             Mismatch: what does not fit, all at once. NotFound, Damaged, ConfigError: the source cannot be used.
             LogUnreachable, ProgressExists: it cannot be told whether the job has generations.
         """
-        told = WarmOptions(
-            what=what, format=format, state=state, key=key, name_map=name_map, hooks=hooks, sources=sources, strict=strict,
-            on_mismatch=on_mismatch, root=root, log=log, step=step,
-        )  # fmt: skip
+        if strange := sorted(options.keys() - set(WarmOptions.__struct_fields__)):
+            raise ConfigError(
+                f"warm_start() has no option {', '.join(strange)}", todo=f"it has {', '.join(WarmOptions.__struct_fields__)} and force"
+            )
+        told = WarmOptions(**options)
         self._await_agent()
         return self._starter.warm_start(source, told, force=force)
 
@@ -417,8 +351,8 @@ class Checkpointer:
         self._saver.base = report.generation if report.generation is not None else -1
         self._saver.last_step = report.step
         self._session.prepare(self._session.full)
-        if self._pace is not None and self._session.client.arena is not None:
-            self._pace.sized(self._session.client.arena.slot_bytes)  # with room for what optimizers will hold after a step
+        if self._session.client.arena is not None:
+            self._joining.sized(self._session.client.arena.slot_bytes)  # with room for what optimizers will hold after a step
         self._loader.restore_rng()
         self._resumed = True
         self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
@@ -482,7 +416,7 @@ class Checkpointer:
         outcome = self.replica.outcome()
         if outcome.committed:
             self._last = outcome
-        failure = self._failure()  # raised last: the step was made, and its own save must not be missed for an earlier one's
+        failure = self._background.failure()  # raised last: the step was made, and its own save must not be missed for an earlier one's
         if outcome.committed and self._due(ending=False):
             self._save(metrics or {})
         self._tell()
@@ -509,7 +443,7 @@ class Checkpointer:
             ConfigError: nothing was committed since ``resume()``.
         """
         self._need_resumed("save()")
-        self._check()
+        self._background.check()
         if self._last is None:
             self._last = self._standing()
         handle = self._save(metrics or {})
@@ -563,90 +497,8 @@ class Checkpointer:
         step = self.replica.step
         return self.policy.due(Moment(step, step - saver.last_step, ending))
 
-    def _failure(self) -> FtckptError | None:
-        """A failure in the background that was not told yet. Raises Diverged."""
-        try:
-            self._check()
-        except Diverged:
-            raise
-        except FtckptError as e:
-            return e
-        return None
-
-    def _check(self) -> None:
-        client = self._session.client
-        if client.stray is not None:
-            raise Diverged(
-                f"this state is not on the commit log's trajectory: {client.stray}",
-                now="nothing of it was committed",
-                todo="end this process; it heals when started again",
-            )
-        client.raise_pending()
-        self._events.poll()
-        if client.alive:
-            return
-        lost = client.pending
-        self._session.revive()
-        self._tail.follow(self._session.client)
-        if lost:
-            steps = ", ".join(str(h.step) for h in lost)
-            raise AgentError(
-                f"the agent died with saves of step {steps} in flight",
-                now="a new agent was started; training may go on",
-                todo="catch this and go on, or see the agent's output",
-            )
-        logger.warning("the agent died; a new one was started, nothing was in flight")
-
     def _tell(self, *, force: bool = False) -> None:
-        """Say where training stands, a few times per second at most; rank 0 speaks for its group."""
-        now, client = time.monotonic(), self._session.client
-        if not client.alive or not (force or now - self._told >= LIVE_INTERVAL_S):
-            return
-        self._told = now
-        self._addresses.tell(client.url)
-        if self.group.rank != 0:
-            return
-        detail: dict[str, str | int | float] = {"writer": int(self._last is not None and self._last.writer)}
-        if agents := self._addresses.all():
-            detail["agents"] = agents
-        self._live = ("joining" if self.replica.blank else "live", self.replica.trajectory, detail)
-        client.live(*self._live)
-
-    def _healing(self, progress: Progress) -> None:
-        """Quorum thread: a heal that takes long shows in the replica's line."""
-        if self._live is None or progress.seconds - self._shown < HEAL_SHOWN_S or not self._session.client.alive:
-            self._shown = min(self._shown, progress.seconds)
-            return
-        self._shown = progress.seconds
-        state, trajectory, detail = self._live
-        rate = progress.done / max(progress.seconds, 1e-9) / 1e6
-        share = 100 * progress.done // max(progress.bytes, 1)
-        self._session.client.live(state, trajectory, {**detail, "heal": f"{share} % of {progress.bytes} bytes at {rate:.0f} MB/s"})
-
-    def _load_arrived(self, arrived: Any) -> None:
-        """Main thread, in torchft's heal: a peer's verified bytes into the live objects."""
-        if not isinstance(arrived, Arrived):
-            raise ConfigError("a peer's state arrived without its bytes", todo="run the same ftckpt release on all replicas")
-        try:
-            restore(self.registry, [arrived.image], arrived.leaves, arrived.states)
-        finally:
-            arrived.release()
-        step, size = self.replica.step, arrived.image.table.image_bytes
-        self._session.client.note("healed", f"step {step}: {arrived.text}", {"step": step, **arrived.detail})
-        if self._pace is not None:
-            self._pace.measured(size, arrived.seconds)
-        self._events.tell(Healed(step=step, bytes=size, seconds=arrived.seconds, sources=tuple(arrived.sources)))
-
-    def _warn_pace(self, text: str) -> None:
-        logger.warning("heal: %s", text)
-        self._note("heal-pace", text)
-
-    def _note(self, kind: str, text: str) -> None:
-        if self._session.client.alive:
-            self._session.client.note(kind, text)
-
-    def _load_tail(self, index: int) -> None:
-        self._make_resumer().reload(index)
+        self._background.tell(self.replica, writer=self._last is not None and self._last.writer, force=force)
 
     def _need_resumed(self, call: str) -> None:
         if not self._resumed:
@@ -659,7 +511,3 @@ def _is_loader(obj: Any) -> bool:
         return True
     names = {c.__name__ for c in type(obj).__mro__}
     return bool(names & {"DataLoader", "StatefulDataLoader"}) and hasattr(obj, "__iter__")
-
-
-def _warn(message: Warned) -> None:
-    logger.warning("%s: %s", message.kind, message.text)

@@ -11,11 +11,10 @@ from ftckpt.domain.policy import Never
 from ftckpt.errors import ConfigError
 from ftckpt.link.client import AgentClient
 from ftckpt.trainer.checkpointer import Checkpointer
-from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle, Stage
+from ftckpt.trainer.opening import open_parts
 from ftckpt.trainer.replicas.base import Outcome
 from ftckpt.trainer.resuming import ResumeReport
-from ftckpt.wiring import log_url, open_log, open_store
 
 
 class NoAgent:
@@ -65,20 +64,8 @@ class ReadOnlyCheckpointer(Checkpointer):
         Raises:
             NotFound: no such root. StoreError: it cannot be read.
         """
-        store = open_store(settings.root)
-        log = open_log(
-            log_url(settings.log, job=settings.job, root_url=settings.root),
-            job=settings.job,
-            root_url=settings.root,
-            timeout=settings.deadlines.log_s,
-        )
-        try:
-            group = Group.from_env(deadline=settings.deadlines.group_s).open()
-        except BaseException:
-            log.close()
-            store.close()
-            raise
-        return cls(settings, Never(), group, store, log, cast(AgentClient, NoAgent()), config.launch().resume)
+        parts = open_parts(settings, write=False)
+        return cls(settings, Never(), parts.group, parts.store, parts.log, cast(AgentClient, NoAgent()), config.launch().resume)
 
     def torchft_manager(self, pg: Any, min_replica_size: int | None = None, *, max_replicas: int | None = None, **options: Any) -> Any:
         """Raises ConfigError: a reader takes no part in a quorum."""
@@ -97,9 +84,6 @@ class ReadOnlyCheckpointer(Checkpointer):
     def _ready(self, report: ResumeReport) -> None:
         self._loader.restore_rng()
         self._resumed = True
-
-    def _check(self) -> None:
-        """Nothing runs in the background."""
 
     def step(self, metrics: Any = None) -> Outcome:
         """Counts the step."""

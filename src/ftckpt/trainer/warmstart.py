@@ -53,7 +53,19 @@ class WarmReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of ``Checkpointer.warm_start``, as described there."""
+    """Options of ``Checkpointer.warm_start``.
+
+    Args:
+        what: "weights", or "all" that a generation of ftckpt has under the registered names.
+        format: what the source is; "auto" looks, but never reads a DCP directory, which must be named: "dcp".
+        state: which registered model; left out: all of a generation's; of other sources "model", or the only one.
+        key: where in a ``.pt`` file or DCP directory the weights are: ``"model"``, ``"state.model"``.
+        name_map: our name -> name in the source; see ``format.namemap``.
+        hooks: an ``Adapter``, which can change values too.
+        sources: of a generation: live name -> stored name, or several in order of preference.
+        strict, on_mismatch: as for ``resume``.
+        root, log, step: of a generation, as for ``load_model``.
+    """
 
     what: Literal["weights", "all"] = "weights"
     format: Format = "auto"

@@ -1,0 +1,102 @@
+"""What goes on behind training on this rank: failures to be told once, an agent to be replaced, the replica's line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.errors import AgentError, Diverged, FtckptError
+from ftckpt.trainer.addresses import Addresses
+from ftckpt.trainer.events import Events
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.replicas.base import Replica
+from ftckpt.trainer.session import Session
+from ftckpt.trainer.tail import TailReader
+from ftckpt.transfer.client import Progress
+
+logger = logging.getLogger("ftckpt")
+
+LIVE_INTERVAL_S = 0.5
+HEAL_SHOWN_S = 1.0  # a heal that takes longer tells how far it is, that often
+
+
+class Background:
+    """Looks after this rank's agent between steps. Main thread, but for ``healing``."""
+
+    def __init__(self, session: Session, tail: TailReader, events: Events, group: Group) -> None:
+        self._session, self._tail, self._events, self._group = session, tail, events, group
+        self._addresses = Addresses(group)
+        self._told = self._shown = 0.0
+        self._live: tuple[str, Trajectory, dict[str, str | int | float]] | None = None
+
+    def check(self) -> None:
+        """Tell of a failure, and go on with a new agent if the old one died.
+
+        Raises:
+            Diverged: this state is not on the log's trajectory.
+            FtckptError: a failure that was not told yet.
+        """
+        client = self._session.client
+        if client.stray is not None:
+            raise Diverged(
+                f"this state is not on the commit log's trajectory: {client.stray}",
+                now="nothing of it was committed",
+                todo="end this process; it heals when started again",
+            )
+        client.raise_pending()
+        self._events.poll()
+        if client.alive:
+            return
+        lost = client.pending
+        self._session.revive()
+        self._tail.follow(self._session.client)
+        if lost:
+            steps = ", ".join(str(h.step) for h in lost)
+            raise AgentError(
+                f"the agent died with saves of step {steps} in flight",
+                now="a new agent was started; training may go on",
+                todo="catch this and go on, or see the agent's output",
+            )
+        logger.warning("the agent died; a new one was started, nothing was in flight")
+
+    def failure(self) -> FtckptError | None:
+        """A failure that was not told yet, to be raised by the caller. Raises Diverged."""
+        try:
+            self.check()
+        except Diverged:
+            raise
+        except FtckptError as e:
+            return e
+        return None
+
+    def tell(self, replica: Replica, *, writer: bool, force: bool = False) -> None:
+        """Say where training stands, a few times per second at most; rank 0 speaks for its group."""
+        now, client = time.monotonic(), self._session.client
+        if not client.alive or not (force or now - self._told >= LIVE_INTERVAL_S):
+            return
+        self._told = now
+        self._addresses.tell(client.url)
+        if self._group.rank != 0:
+            return
+        detail: dict[str, str | int | float] = {"writer": int(writer)}
+        if agents := self._addresses.all():
+            detail["agents"] = agents
+        self._live = ("joining" if replica.blank else "live", replica.trajectory, detail)
+        client.live(*self._live)
+
+    def healing(self, progress: Progress) -> None:
+        """Quorum thread: a heal that takes long shows in the replica's line."""
+        if self._live is None or progress.seconds - self._shown < HEAL_SHOWN_S or not self._session.client.alive:
+            self._shown = min(self._shown, progress.seconds)
+            return
+        self._shown = progress.seconds
+        state, trajectory, detail = self._live
+        rate = progress.done / max(progress.seconds, 1e-9) / 1e6
+        share = 100 * progress.done // max(progress.bytes, 1)
+        self._session.client.live(state, trajectory, {**detail, "heal": f"{share} % of {progress.bytes} bytes at {rate:.0f} MB/s"})
+
+    def note(self, kind: str, text: str, detail: dict[str, str | int | float] | None = None) -> None:
+        """A line for the job's history."""
+        if self._session.client.alive:
+            self._session.client.note(kind, text, detail)

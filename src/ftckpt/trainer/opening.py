@@ -1,0 +1,69 @@
+"""Opens what a rank's checkpointer is made of, all or nothing, and in the order in which mistakes are found before anything is written."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from ftckpt.config import Settings
+from ftckpt.link.client import AgentClient
+from ftckpt.link.messages import Warned
+from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.trainer.group import Group
+from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, vouching
+
+logger = logging.getLogger("ftckpt")
+
+
+class Opened(NamedTuple):
+    """The root, the commit log, and the group of this rank's replica, open."""
+
+    store: BlobStore
+    log: CommitLog
+    group: Group
+
+    def close(self) -> None:
+        """Close all three."""
+        self.log.close()
+        self.store.close()
+        self.group.close()
+
+
+def open_parts(settings: Settings, *, write: bool) -> Opened:
+    """Open root, log and group of a job.
+
+    Args:
+        write: whether the root must be writable.
+
+    Raises:
+        ConfigError, NotFound, StoreError: the root or the log's URL cannot be used. DeadlineExceeded: ranks are missing.
+    """
+    with ExitStack() as undo:
+        store = open_store(settings.root, write=write)
+        undo.callback(store.close)
+        log = open_log(settings.log, job=settings.job, root_url=settings.root, timeout=settings.deadlines.log_s)
+        undo.callback(log.close)
+        group = Group.from_env(deadline=settings.deadlines.group_s).open()
+        undo.pop_all()
+    return Opened(store, log, group)
+
+
+def open_agent(settings: Settings, parts: Opened) -> AgentClient:
+    """Check that all ranks mean the same, claim the root for the job, and start (or find) this rank's agent.
+
+    Raises:
+        Mismatch: ranks were told different things. ConfigError: the root is another job's or another log's.
+        LogUnreachable: the log does not answer. AgentError: the agent does not start.
+    """
+    group = parts.group
+    same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
+    group.check_equal("settings", same.encode(), what="job, root, log and replica")
+    url = log_url(settings.log, job=settings.job, root_url=settings.root)
+    claim_root(parts.store, settings.job, log=url, uuid=vouching(parts.log), new_job=settings.new_job)
+    told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
+    return AgentClient.open(told, on_warning=_warn)
+
+
+def _warn(message: Warned) -> None:
+    logger.warning("%s: %s", message.kind, message.text)
