@@ -101,7 +101,7 @@ BENCHES = {
     "step": Bench(
         "what a step costs without any save",
         (
-            "ours.cursor", "ours.cursor_while_persisting", "peers.dcp_async_loader", "torchft_steps.plain", "torchft_steps.ours",
+            "ours.cursor", "ours.cursor_while_persisting", "peers.dcp_async_loader", "torchft_steps.plain", "torchft_steps.ours", "torchft_steps.plain3", "torchft_steps.ours3",
             "torchft_steps.own_loader", "torchft_steps.elastic_loader",
         ),
         (
@@ -111,13 +111,31 @@ BENCHES = {
                 (Peer("DCP async_save each step", "peers.dcp_async_loader.step"),)),
             Row("step.trajectory", "a step of two torchft replicas, histories compared", "torchft_steps.ours.step", ("torchft_steps.plain.step",),
                 "torchft's own Manager", None),
+            Row("step.trajectory.3", "a step of three torchft replicas, histories compared", "torchft_steps.ours3.step", ("torchft_steps.plain3.step",),
+                "torchft's own Manager", None),
             Row("step.elastic", "a step with forward on the shared order, quorum first", "torchft_steps.elastic_loader.step",
                 ("torchft_steps.own_loader.step",), "a loader of each replica's own, quorum during forward", None),
         ),
     ),
     "commit": Bench(
-        "one commit in etcd",
-        ("limits.etcd_transaction", "ours.commit"),
-        (Row("commit", "append a record", "ours.commit.append", ("limits.etcd_transaction.txn",), "one raw transaction", 2.0),),
+        "commits in etcd",
+        ("limits.etcd_transaction", "ours.commit", "ours_log.raw_jobs", "ours_log.jobs"),
+        (
+            Row("commit", "append a record", "ours.commit.append", ("limits.etcd_transaction.txn",), "one raw transaction", 2.0),
+            Row("commit.jobs", "append a record, 8 jobs at once", "ours_log.jobs.append", ("ours_log.raw_jobs.txn",), "8 raw transactions at once", 2.0),
+            Row("commit.jobs.whole", "the same with the read of the tail before it", "ours_log.jobs.whole", ("ours_log.raw_jobs.txn",),
+                "8 raw transactions at once", None),
+        ),
+    ),
+    "log": Bench(
+        "the commit log of a large job in etcd",
+        ("ours_log.listing", "ours_log.replicas"),
+        (
+            Row("log.list", "list of 10 000 entries, decoded", "ours_log.listing.list", ("ours_log.listing.raw",), "the same keys, raw", None),
+            Row("log.register", "1 000 replicas register", "ours_log.replicas.register", 15.0, "life of a line, 15 s", 1.0),
+            Row("log.period", "all calls of 1 000 replicas in 5 s", "ours_log.replicas.period", 5.0, "5 s, one client process", 1.0),
+            Row("log.cpu", "etcd's CPU for these calls", "ours_log.replicas.cpu", 5.0, "5 s, one core", 1.0),
+            Row("log.see", "the lines of 1 000 replicas are read", "ours_log.replicas.see", 1.0, "1 s", None),
+        ),
     ),
 }  # fmt: skip

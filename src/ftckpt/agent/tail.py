@@ -19,7 +19,8 @@ def read_tail(log: CommitLog, desk: Desk, *, timeout: float, claimed: int = -1, 
         LogRegressed: the log shows less than was known, and is not one that was rebuilt with it.
         LogError: the log did not answer.
     """
-    uuid, tail, known = log.uuid(timeout=timeout), log.tail(timeout=timeout), desk.tail
+    tail, known = log.tail(timeout=timeout), desk.tail
+    uuid = tail.log if tail is not None else log.uuid(timeout=timeout)
     if known is not None and uuid and known.log != uuid and own_entry(log.entries(timeout=timeout), known.attempt):
         known = None
         desk.new_log(uuid)
