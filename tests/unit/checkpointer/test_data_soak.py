@@ -45,7 +45,10 @@ def test_every_sample_exactly_once_under_random_kills(loader: str, tmp_path: Pat
             kinds.append(job.disturb(dice))
     job.finish(steps=10)
     status, report = job.audit(*(["--per-replica"] if loader == "own" else ["--samples", 600]))
-    told = {name: [(e["epoch"], e["over"], e["repeated"], e["missing"]) for e in r["epochs"] if e["over"]] for name, r in report["reports"].items()}
+    told = {
+        name: [(e["epoch"], e["over"], e["repeated"], e["missing"]) for e in r["epochs"] if e["over"]]
+        for name, r in report["reports"].items()
+    }
     print(f"\n{loader}: step {report['step']}, kills {kinds}, restarts by the test {job.restarts}, epochs {told}")
     assert (status, report["exact"]) == (0, True), told
     assert report["step"] >= STEPS
