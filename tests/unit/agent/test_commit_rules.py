@@ -22,6 +22,7 @@ from ftckpt.errors import LogAmbiguous, LogFull, LogUnreachable
 from ftckpt.format.manifest import FileInfo, Manifest, encode, record, sha256
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
+from ftckpt.ports import ReplicaInfo
 from ftckpt.stores.memory import MemoryStore
 
 CONFIG = AgentConfig(job="job", replica="a", rank=0, group_world_size=1, incarnation="i", root="memory://", log="memory://", runtime_dir="/nowhere")
@@ -60,6 +61,9 @@ class Lossy:
 
     def entries(self, *, after: int = -1, limit: int | None = None, timeout: float | None = None) -> list[Entry]:
         return self.inner.entries(after=after, limit=limit)
+
+    def replicas(self, *, timeout: float | None = None) -> list[ReplicaInfo]:
+        return self.inner.replicas()
 
     def append(self, entry: Entry, *, expect_tail: int, timeout: float | None = None) -> Entry:
         word = self.script.pop(0) if self.script else ""
