@@ -141,7 +141,10 @@ class LocalStore:
                 return
             if kind == stat.S_IFDIR and not name.startswith(TRASH):
                 trash = os.path.join(directory, f"{TRASH}{name[:200]}-{secrets.token_hex(4)}")
-                self.ops.rename(target, trash)
+                try:
+                    self.ops.rename(target, trash)
+                except FileNotFoundError:  # another process removes it, too
+                    return
                 self._sync_directory(directory)
                 target = trash
             self._remove(target)
@@ -243,9 +246,13 @@ class LocalStore:
             self.ops.close(fd)
 
     def _remove(self, target: str) -> None:
-        if self._kind(target) != stat.S_IFDIR:
-            self.ops.unlink(target)
+        """Remove a file, a link or a directory with all below it; what another process has removed meanwhile is no error."""
+        try:
+            if self._kind(target) != stat.S_IFDIR:
+                self.ops.unlink(target)
+                return
+            for name in self.ops.listdir(target):
+                self._remove(os.path.join(target, name))
+            self.ops.rmdir(target)
+        except FileNotFoundError:
             return
-        for name in self.ops.listdir(target):
-            self._remove(os.path.join(target, name))
-        self.ops.rmdir(target)
