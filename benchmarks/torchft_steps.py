@@ -66,7 +66,9 @@ def _own_loader(stack: ExitStack, index: int, count: int, lighthouse: str, folde
 def _elastic_loader(stack: ExitStack, index: int, count: int, lighthouse: str, folder: Path) -> Step:
     from ftckpt import ElasticLoader, ElasticSampler
 
-    return _fed(stack, index, count, lighthouse, folder, ElasticLoader(range(1 << 20), ElasticSampler(1 << 20, batch_size=8, shuffle=False)))
+    return _fed(
+        stack, index, count, lighthouse, folder, ElasticLoader(range(1 << 20), ElasticSampler(1 << 20, batch_size=8, shuffle=False))
+    )
 
 
 def _fed(stack: ExitStack, index: int, count: int, lighthouse: str, folder: Path, loader: Any) -> Step:

@@ -36,9 +36,7 @@ class BlobWriter(Protocol):
         """Make the file durable and visible: fsync(file), rename, fsync(directory)."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 class BlobReader(Protocol):
@@ -53,9 +51,7 @@ class BlobReader(Protocol):
         """The whole file as memory (mapped), where the store can; else None."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 @runtime_checkable

@@ -149,7 +149,9 @@ class Assemble:
         except StoreError as e:
             logger.warning("manifest: %s", e)
         if self._store.get(path) != data:
-            raise SaveFailed(f"{path} is not the manifest that was written", now="this generation was not committed", todo="see who else writes there")
+            raise SaveFailed(
+                f"{path} is not the manifest that was written", now="this generation was not committed", todo="see who else writes there"
+            )
 
     def _receipts(self, job: Job) -> list[Receipt]:
         """Receipts of all ranks in rank order; fails as soon as one tells of an error, or at the deadline, naming the ranks."""

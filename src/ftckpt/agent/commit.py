@@ -69,7 +69,10 @@ class Commit:
         path = f"{candidate.job.directory}/{MANIFEST}"
         data = self._store.get(path)
         if sha256(data) != candidate.manifest:
-            raise Damaged(f"{path} has changed since it was written: expected sha256 {candidate.manifest}, found {sha256(data)}", now="nothing was committed")
+            raise Damaged(
+                f"{path} has changed since it was written: expected sha256 {candidate.manifest}, found {sha256(data)}",
+                now="nothing was committed",
+            )
         manifest = decode(data, Manifest, path)
         return manifest, record(manifest, data, candidate.job.name)
 

@@ -50,7 +50,8 @@ class Cursors:
     def infos(self) -> tuple[CursorInfo, ...]:
         """What the manifest says of the files, in the order of their names."""
         return tuple(
-            CursorInfo(replica=cursor.replica, rank=cursor.rank, count=cursor.count, file=info) for _, (cursor, info) in sorted(self._usable().items())
+            CursorInfo(replica=cursor.replica, rank=cursor.rank, count=cursor.count, file=info)
+            for _, (cursor, info) in sorted(self._usable().items())
         )
 
     def participants(self) -> tuple[Participant, ...]:
@@ -152,7 +153,11 @@ class Offers:
             for pending in todo:
                 for text in names:
                     name = GenerationName.parse(text)
-                    if name and text not in pending.given and (name.step, name.trajectory8) == (pending.message.step, pending.message.trajectory[:8]):
+                    if (
+                        name
+                        and text not in pending.given
+                        and (name.step, name.trajectory8) == (pending.message.step, pending.message.trajectory[:8])
+                    ):
                         placed = self._place(pending, text) or placed
         except FtckptError as e:
             logger.warning("cursors: %s", e)

@@ -64,7 +64,9 @@ class Journal:
             self.path.rename(aside)
             self._desk.warn("journal", f"{e.what}; it was renamed to {aside}")
         except OSError as e:
-            raise StoreError(f"cursor journal {self.path} cannot be read: {e}", now="it was not changed", todo="check its permissions and its disk") from e
+            raise StoreError(
+                f"cursor journal {self.path} cannot be read: {e}", now="it was not changed", todo="check its permissions and its disk"
+            ) from e
         self._thread.start()
 
     def draw(self, ordinal: int, state: bytes) -> None:
@@ -172,7 +174,9 @@ class Journal:
         if not self._failing:
             self._failing = True
             logger.warning("cursor journal %s: %s", self.path, error)
-            self._desk.warn("journal", f"cursor journal {self.path} cannot be written ({error}); entries are kept in memory and written later")
+            self._desk.warn(
+                "journal", f"cursor journal {self.path} cannot be written ({error}); entries are kept in memory and written later"
+            )
 
     def _close_file(self) -> None:
         if self._fd >= 0:

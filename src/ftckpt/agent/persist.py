@@ -50,7 +50,9 @@ class Persist:
             self._slots.release(job.session, job.save.arena, job.save.slot)
         if written.shard is not None:
             seconds = time.monotonic() - began
-            self._desk.post(job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=written.shard.bytes, seconds=seconds))
+            self._desk.post(
+                job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=written.shard.bytes, seconds=seconds)
+            )
         self._done(written)
 
     def _write(self, job: Job, image: memoryview) -> ShardInfo:
@@ -67,14 +69,18 @@ class Persist:
             self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", save.cursor, if_absent=True)
         receipt = Receipt(rank=config.rank, shard=found[0], leaves=msgspec.Raw(save.leaves or b"{}"))
         if not self._store.put(receipt_path(job, config.rank), encode(receipt), if_absent=True):
-            raise StoreError(f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored")
+            raise StoreError(
+                f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored"
+            )
         return found[0]
 
     def _claim(self, job: Job) -> bool:
         """Say whose attempt this is; an attempt's name is never used twice."""
         if not self._store.put(f"{job.directory}/{INTENT}", encode(intent_of(job)), if_absent=True):
             raise StoreError(
-                f"attempt {job.name} exists already", now="it was not changed; this save was not stored", todo="give each save an attempt of its own"
+                f"attempt {job.name} exists already",
+                now="it was not changed; this save was not stored",
+                todo="give each save an attempt of its own",
             )
         return True
 

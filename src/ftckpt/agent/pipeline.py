@@ -52,7 +52,9 @@ class Pipeline:
         self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
         retain = Retain(store, log, desk, lambda: self._retaining.waiting())
         self._retaining: Worker[Done] = Worker("retain", retain, desk, idle=retain.again)
-        self._serving: Worker[Offer | m.Retire | int | None] = Worker("serve", self.server, desk, idle=self._serve_later, idle_s=config.tail_poll_s)
+        self._serving: Worker[Offer | m.Retire | int | None] = Worker(
+            "serve", self.server, desk, idle=self._serve_later, idle_s=config.tail_poll_s
+        )
 
     def start(self) -> None:
         """Read the journal and start the threads."""

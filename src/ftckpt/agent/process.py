@@ -76,7 +76,14 @@ class Agent:
         self._listen()
         self._gone_since = time.monotonic() + self.config.start_timeout_s  # whoever started it has this long to come
         ready()
-        logger.info("agent of %s/%s rank %d: pid %d, %s", self.config.job, self.config.replica, self.config.rank, os.getpid(), self._pipeline.server.url)
+        logger.info(
+            "agent of %s/%s rank %d: pid %d, %s",
+            self.config.job,
+            self.config.replica,
+            self.config.rank,
+            os.getpid(),
+            self._pipeline.server.url,
+        )
         while not self._desk.crash:
             self._turn()
             step = decide(time.monotonic(), self._standing(), self.config)
@@ -195,7 +202,9 @@ class Agent:
         logger.info("trainer pid %d attached, incarnation %s", pid, config.incarnation)
         with self._ends_session():
             channel.post(
-                m.Welcome(pid=os.getpid(), url=self._pipeline.server.url, reattached=reattached, tail=self._desk.tail, log=self._desk.log_uuid)
+                m.Welcome(
+                    pid=os.getpid(), url=self._pipeline.server.url, reattached=reattached, tail=self._desk.tail, log=self._desk.log_uuid
+                )
             )
             for message in more:
                 session.handle(message)

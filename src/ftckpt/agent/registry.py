@@ -75,7 +75,9 @@ class Registry:
     def note(self, message: m.Note) -> None:
         """Add an event; of more than 1000 unwritten ones the oldest are dropped."""
         with self._lock:
-            self._events.append(Event(time=time.time(), replica=self._config.replica, kind=message.kind, text=message.text, detail=message.detail))
+            self._events.append(
+                Event(time=time.time(), replica=self._config.replica, kind=message.kind, text=message.text, detail=message.detail)
+            )
             self._lock.notify()
 
     def names(self, members: Collection[int]) -> dict[int, str]:

@@ -103,7 +103,9 @@ class Session:
         slot = slots.hold(self.number, message.arena, message.slot)
         image = slot[: table.image_bytes]
         slot.release()
-        self._pipeline.publish(Offer(self.number, message, table, image, _releaser(image, lambda: slots.release(self.number, message.arena, message.slot))))
+        self._pipeline.publish(
+            Offer(self.number, message, table, image, _releaser(image, lambda: slots.release(self.number, message.arena, message.slot)))
+        )
 
     def _layout(self, number: int) -> tuple[TensorTable, dict[str, StateInfo]]:
         layout = self._layouts.get(number)

@@ -26,7 +26,9 @@ class Worker(Generic[T]):
         idle: called when nothing came for ``idle_s`` seconds.
     """
 
-    def __init__(self, name: str, do: Callable[[T], None], desk: Desk, *, idle: Callable[[], None] | None = None, idle_s: float = 1.0) -> None:
+    def __init__(
+        self, name: str, do: Callable[[T], None], desk: Desk, *, idle: Callable[[], None] | None = None, idle_s: float = 1.0
+    ) -> None:
         self._do, self._desk, self._idle, self._idle_s = do, desk, idle, idle_s
         self._queue: queue.SimpleQueue[tuple[T] | None] = queue.SimpleQueue()  # None: end
         self._open = 0

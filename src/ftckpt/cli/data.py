@@ -118,7 +118,10 @@ def _print(entry: Entry, reports: Mapping[str, AuditReport]) -> None:
     out = common.console()
     out.print(table, markup=False)
     steps = max((r.steps for r in reports.values()), default=0)
-    out.print(f"step {entry.step} (#{entry.index}): {steps} steps with samples judged, {_why(reports) or 'each sample exactly once'}", markup=False)
+    out.print(
+        f"step {entry.step} (#{entry.index}): {steps} steps with samples judged, {_why(reports) or 'each sample exactly once'}",
+        markup=False,
+    )
 
 
 def _listed(ranges: tuple[tuple[int, int], ...]) -> str:

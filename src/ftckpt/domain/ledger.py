@@ -108,7 +108,10 @@ def judge(tail: Entry | None, candidate: Trajectory) -> Verdict:
         return Superseded(tail.index)
     if not candidate.reaches(tail.step):
         return Unprovable(tail.index)
-    return Strayed(tail.index, f"tail #{tail.index} (step {tail.step}, {tail.trajectory[:8]}) is not an ancestor of step {candidate.step} ({candidate.h[:8]})")
+    return Strayed(
+        tail.index,
+        f"tail #{tail.index} (step {tail.step}, {tail.trajectory[:8]}) is not an ancestor of step {candidate.step} ({candidate.h[:8]})",
+    )
 
 
 def _seeds(tail: Entry, candidate: Trajectory) -> bool:

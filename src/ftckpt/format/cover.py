@@ -35,7 +35,9 @@ def check_cover(tables: Sequence[tuple[str, TensorTable]]) -> None:
             raise _mismatch(f"{name}: {_say(twice[0])} and {_say(twice[1])} hold the same elements")
         have, want = sum(math.prod(sizes) for (_, sizes), _ in held), math.prod(shape)
         if have != want:
-            raise _mismatch(f"{name} {list(shape)}: {have} of {want} elements are held, in {', '.join(sorted({w for _, w in held})) or 'no shard'}")
+            raise _mismatch(
+                f"{name} {list(shape)}: {have} of {want} elements are held, in {', '.join(sorted({w for _, w in held})) or 'no shard'}"
+            )
 
 
 def _overlap(held: list[tuple[Box, str]]) -> tuple[tuple[Box, str], tuple[Box, str]] | None:
@@ -63,4 +65,6 @@ def _say(held: tuple[Box, str]) -> str:
 
 
 def _mismatch(what: str) -> Mismatch:
-    return Mismatch(what, now="nothing was committed; earlier generations are unchanged", todo="report this: ranks disagree about who writes what")
+    return Mismatch(
+        what, now="nothing was committed; earlier generations are unchanged", todo="report this: ranks disagree about who writes what"
+    )

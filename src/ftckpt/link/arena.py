@@ -56,7 +56,9 @@ class Arena:
             memory = Mapping(fd, size, writable=True)
         except OSError as e:
             os.close(fd)
-            raise ConfigError(f"an arena of {size:,} bytes cannot be had: {e}", now="no memory was taken", todo="give the job more memory") from e
+            raise ConfigError(
+                f"an arena of {size:,} bytes cannot be had: {e}", now="no memory was taken", todo="give the job more memory"
+            ) from e
         memory.advise(mmap.MADV_HUGEPAGE)
         return cls(fd, memory, slots, slot_bytes)
 

@@ -241,7 +241,9 @@ class Channel(Generic[T]):
                 try:
                     messages.append(self._decoder.decode(body))
                 except (msgspec.DecodeError, UnicodeDecodeError) as e:
-                    raise AgentError(f"{self._peer} sent a message that cannot be read: {e}", todo="use one release of ftckpt on both sides") from e
+                    raise AgentError(
+                        f"{self._peer} sent a message that cannot be read: {e}", todo="use one release of ftckpt on both sides"
+                    ) from e
             at = begin + size
         if at:
             del self._input[:at]

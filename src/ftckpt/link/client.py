@@ -281,7 +281,9 @@ class AgentClient:
             AgentError: another trainer process took this rank's agent over, or no agent can be had.
         """
         if self._inbox.replaced:
-            raise AgentError("another trainer process took over this rank's agent", now="this process saves nothing", todo="end this process")
+            raise AgentError(
+                "another trainer process took over this rank's agent", now="this process saves nothing", todo="end this process"
+            )
         self.close(0.0)
         new = type(self).open(self.config, on_warning=self._on_warning)
         if new.agent_pid != self.agent_pid and not launch.runs(self.agent_pid) and self.arena is not None and self.arena.fd >= 0:

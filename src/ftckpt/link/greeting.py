@@ -47,5 +47,7 @@ def greet(config: AgentConfig, sock: socket.socket, end: float) -> tuple[Link, m
         raise
     channel.close()
     raise AgentError(
-        f"agent (pid {pid}) did not answer within {config.start_timeout_s:g} s", now="nothing is saved", todo=f"end process {pid} if it is stopped or hung"
+        f"agent (pid {pid}) did not answer within {config.start_timeout_s:g} s",
+        now="nothing is saved",
+        todo=f"end process {pid} if it is stopped or hung",
     )

@@ -39,7 +39,11 @@ class Paths(msgspec.Struct, frozen=True):
 def paths_of(config: AgentConfig) -> Paths:
     """Where they are; nothing is made."""
     runtime = Path(config.runtime_dir)
-    output = Path(config.log_dir) / f"agent-{config.job}-{config.replica}-r{config.rank}.log" if config.log_dir else runtime / f"{config.key}.log"
+    output = (
+        Path(config.log_dir) / f"agent-{config.job}-{config.replica}-r{config.rank}.log"
+        if config.log_dir
+        else runtime / f"{config.key}.log"
+    )
     return Paths(runtime / f"{config.key}.sock", runtime / f"{config.key}.lock", runtime / f"{config.key}.alive", output)
 
 
@@ -209,7 +213,11 @@ def _start(config: AgentConfig, paths: Paths, end: float) -> None:
             raise AgentError(f"the agent (pid {child.pid}) was not ready within {config.start_timeout_s:g} s", todo=f"see {paths.output}")
         if os.read(ready_r, 16) != b"ready":
             code = child.wait(timeout=5.0)
-            raise AgentError(f"the agent ended at start with status {code}: {_last_line(paths.output)}", now="nothing is saved", todo=f"see {paths.output}")
+            raise AgentError(
+                f"the agent ended at start with status {code}: {_last_line(paths.output)}",
+                now="nothing is saved",
+                todo=f"see {paths.output}",
+            )
     finally:
         for fd in (config_r, config_w, ready_r, ready_w):
             if fd >= 0:

@@ -13,6 +13,7 @@ from ftckpt.trainer.replicas.base import Carrier, State
 Guard = Callable[[State, int], None]
 """Raises HealRefused (or Damaged) when the state offered for a step must not be taken."""
 
+
 class FtTransport(CheckpointTransport[State]):  # type: ignore[misc]  # torchft ships no types
     """Publishes on torchft's request, and fetches from the assigned source and from others that hold the same.
 

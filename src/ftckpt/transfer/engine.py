@@ -38,7 +38,9 @@ class Engine:
         roster, workers = self._roster, list[threading.Thread]()
         try:
             roster.ask_all()
-            for i in range(self._order.connections):  # now, while nothing is there to be moved yet: starting them takes time on a busy machine
+            for i in range(
+                self._order.connections
+            ):  # now, while nothing is there to be moved yet: starting them takes time on a busy machine
                 workers.append(roster.thread(f"fetch-{i}", self._work))
             doc = roster.choose(self._accept)
             image = self._memory(doc)

@@ -20,7 +20,9 @@ def serving(cert: str, key: str) -> ssl.SSLContext | None:
         context.load_cert_chain(cert, key or None)
     except (OSError, ValueError) as e:
         raise ConfigError(
-            f"certificate {cert} with key {key or cert} cannot be used: {e}", now="nothing is served", todo="check agent_tls_cert, agent_tls_key"
+            f"certificate {cert} with key {key or cert} cannot be used: {e}",
+            now="nothing is served",
+            todo="check agent_tls_cert, agent_tls_key",
         ) from e
     return context
 

@@ -131,7 +131,9 @@ def test_cursor_that_never_comes_is_recorded_as_missing(rig: Rig) -> None:
     writer = rig.trainer(replica="a", cursors_s=0.3).attach()
     writer.step()
     gone = member_id("b")
-    handle = writer.save(trajectory=writer.at, cursor=writer.cursor(), expected=(member_id("a"), gone), counts={str(member_id("a")): 3, str(gone): 5})
+    handle = writer.save(
+        trajectory=writer.at, cursor=writer.cursor(), expected=(member_id("a"), gone), counts={str(member_id("a")): 3, str(gone): 5}
+    )
     assert handle.wait(10.0) == "committed"
     missing = next(p for p in handle.entry.participants if p.count == 5)
     assert missing.cursor is None
@@ -285,5 +287,3 @@ def test_group_announces_the_agents_of_all_its_ranks(rig: Rig) -> None:
     assert log.replicas()[0].agents == ("http://h:1", "http://h:2")
     assert "agents" not in log.replicas()[0].detail
     log.close()
-
-

@@ -273,7 +273,9 @@ def test_published_snapshot_outlives_its_trainer(rig: Rig) -> None:
     trainer = rig.trainer(msgspec.structs.replace(config, linger_s=0.2))
     assert trainer.client.reattached
     log = rig.log()
-    fetched = fetch([trainer.client.url], 1, "job", log.secret(b"another candidate"), lambda doc: memoryview(bytearray(doc.table.image_bytes)))
+    fetched = fetch(
+        [trainer.client.url], 1, "job", log.secret(b"another candidate"), lambda doc: memoryview(bytearray(doc.table.image_bytes))
+    )
     log.close()
     assert bytes(fetched.image) == b"\5" * trainer.table.image_bytes
 

@@ -44,6 +44,16 @@ def test_what_to_do(special: dict[str, object], since: float, step: str) -> None
 
 
 @pytest.mark.covers("I11")
-@given(st.builds(Standing, attached=st.just(False), gone_since=st.just(0.0), bye=st.booleans(), working=st.booleans(), offering=st.booleans(), serving=st.booleans()))
+@given(
+    st.builds(
+        Standing,
+        attached=st.just(False),
+        gone_since=st.just(0.0),
+        bye=st.booleans(),
+        working=st.booleans(),
+        offering=st.booleans(),
+        serving=st.booleans(),
+    )
+)
 def test_without_a_trainer_it_always_ends(standing: Standing) -> None:
     assert decide(CONFIG.commit_linger_s + GRACE_S, standing, CONFIG) == "exit"

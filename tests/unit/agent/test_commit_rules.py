@@ -25,7 +25,9 @@ from ftckpt.link.config import AgentConfig
 from ftckpt.ports import ReplicaInfo
 from ftckpt.stores.memory import MemoryStore
 
-CONFIG = AgentConfig(job="job", replica="a", rank=0, group_world_size=1, incarnation="i", root="memory://", log="memory://", runtime_dir="/nowhere")
+CONFIG = AgentConfig(
+    job="job", replica="a", rank=0, group_world_size=1, incarnation="i", root="memory://", log="memory://", runtime_dir="/nowhere"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +92,9 @@ def other_entry(step: int, h: str, attempt: str = "0therone") -> Entry:
 class Bench:
     """One commit thread's parts, without the thread."""
 
-    def __init__(self, script: list[str], at: Trajectory, other: Callable[[Entry | None], Entry] | None = None, known_tail: int = -1) -> None:
+    def __init__(
+        self, script: list[str], at: Trajectory, other: Callable[[Entry | None], Entry] | None = None, known_tail: int = -1
+    ) -> None:
         self.store, self.inner = MemoryStore(), MemoryLog("job")
         self.log = Lossy(self.inner, script, other or (lambda tail: other_entry(at.step, at.h)))
         self.desk = Desk(lambda: None)

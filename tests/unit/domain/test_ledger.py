@@ -95,9 +95,7 @@ def test_a_log_that_shows_less_than_was_known_has_gone_back(known: Entry | None,
 @pytest.mark.covers("A16", "I2")
 def test_an_untrained_state_may_follow_the_start_from_zero_that_opened_it_and_nothing_else() -> None:
     opened = genesis("gpt").open("00000001")
-    start = Entry(
-        index=4, kind="open", log="x", step=0, trajectory=opened.h, prev=3, base=-1, attempt="00000001", writer="a", time=0.0
-    )
+    start = Entry(index=4, kind="open", log="x", step=0, trajectory=opened.h, prev=3, base=-1, attempt="00000001", writer="a", time=0.0)
     assert judge(start, opened) == Append(4)
     seed = msgspec.structs.replace(start, index=5, kind="generation", attempt="00000002")
     assert judge(seed, opened) == Superseded(5)

@@ -140,9 +140,7 @@ def walk(*nonces: int) -> Trajectory:
 
 
 def entry(t: Trajectory, index: int = 0) -> Entry:
-    return Entry(
-        index=index, kind="generation", log="L", step=t.step, trajectory=t.h, prev=index - 1, base=-1, attempt="0" * 8, writer="a"
-    )
+    return Entry(index=index, kind="generation", log="L", step=t.step, trajectory=t.h, prev=index - 1, base=-1, attempt="0" * 8, writer="a")
 
 
 def quorum(**given: bool | int) -> Quorum:

@@ -74,7 +74,9 @@ class Member:
         self.carrier.freeze()
         keys = {"mine": {"weights": torch.arange(5.0), "word": "ß", "count": 7}} if user else {}
         began = time.perf_counter()
-        self.carrier.publish(step, {"user": {STATES: None, "ftckpt": b"position", **keys}, "torchft": {"step": step, "batches_committed": step}}, 20)
+        self.carrier.publish(
+            step, {"user": {STATES: None, "ftckpt": b"position", **keys}, "torchft": {"step": step, "batches_committed": step}}, 20
+        )
         return {"seconds": time.perf_counter() - began}
 
     def step(self, step: int) -> dict[str, Any]:

@@ -198,7 +198,11 @@ def test_a_joiner_with_another_secret_gets_nothing(members: Start, tmp_path: Pat
 
 @pytest.mark.covers("I10", "F75")
 def test_heals_go_over_tls_with_verification(members: Start, certificate: Path) -> None:
-    tls = {"agent_tls_cert": str(certificate / "cert"), "agent_tls_key": str(certificate / "key"), "agent_tls_ca": str(certificate / "cert")}
+    tls = {
+        "agent_tls_cert": str(certificate / "cert"),
+        "agent_tls_key": str(certificate / "key"),
+        "agent_tls_ca": str(certificate / "cert"),
+    }
     source, joiner = members("source", "joiner", **tls)
     (plain,) = members("plain", seed=1)
     assert source.url.startswith("https://127.0.0.1:")

@@ -75,7 +75,11 @@ def test_prefault_touches_every_page_and_keeps_what_is_there() -> None:
     arena.slot(0)[:4] = b"kept"
     arena.prefault()
     assert arena.prefaulted(10.0)
-    rss = sum(int(line.split()[1]) for line in Path("/proc/self/smaps").read_text().split("ftckpt-arena", 1)[1].splitlines()[1:8] if line.startswith("Rss"))
+    rss = sum(
+        int(line.split()[1])
+        for line in Path("/proc/self/smaps").read_text().split("ftckpt-arena", 1)[1].splitlines()[1:8]
+        if line.startswith("Rss")
+    )
     assert rss * 1024 >= 40 << 20
     assert bytes(arena.slot(0)[:4]) == b"kept"
     arena.close()
@@ -143,10 +147,16 @@ def test_arena_beyond_the_budget_is_refused_with_both_numbers() -> None:
     ("line", "directory", "files"),
     [
         ("0::/job/step", "job", {"memory.max": "5000", "memory.current": "3000", "memory.stat": "inactive_file 1000\n"}),
-        ("9:memory:/job/step", "memory/job", {"memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "3000", "memory.stat": "total_inactive_file 1000\n"}),
+        (
+            "9:memory:/job/step",
+            "memory/job",
+            {"memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "3000", "memory.stat": "total_inactive_file 1000\n"},
+        ),
     ],
 )
-def test_limit_of_any_control_group_above_counts_less_what_can_be_reclaimed(tmp_path: Path, line: str, directory: str, files: dict[str, str]) -> None:
+def test_limit_of_any_control_group_above_counts_less_what_can_be_reclaimed(
+    tmp_path: Path, line: str, directory: str, files: dict[str, str]
+) -> None:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(line + "\n")

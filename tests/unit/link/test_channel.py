@@ -163,7 +163,8 @@ def test_posted_messages_are_flushed_as_the_reader_takes_them(pair: Pair) -> Non
 def test_senders_on_several_threads_do_not_mix_frames(pair: Pair) -> None:
     trainer, agent = pair
     threads = [
-        threading.Thread(target=lambda t=t: [trainer.send(m.Draw(ordinal=t, state=bytes([t]) * 5000), timeout=10.0) for _ in range(50)]) for t in range(4)
+        threading.Thread(target=lambda t=t: [trainer.send(m.Draw(ordinal=t, state=bytes([t]) * 5000), timeout=10.0) for _ in range(50)])
+        for t in range(4)
     ]
     for thread in threads:
         thread.start()
