@@ -1,7 +1,7 @@
 """Batches of the shared order, read ahead on the guess that nothing changes. Must not decide what is committed.
 
 The membership of a step is known only after its quorum, so the quorum is waited for before the batch: it no longer overlaps
-with taking the batch (on a quiet network a fraction of a millisecond, see the benchmarks). Reading the data does overlap:
+with taking the batch or forward (the benchmark ``step`` shows what that costs). Reading the data does overlap:
 workers prefetch on the guess that the same replicas take part and that steps are committed; wrong guesses are thrown away.
 """
 
