@@ -59,7 +59,7 @@ def load_model(
 ) -> ModelReport:
     """Load one model of a generation into ``model``, in place; every byte is verified before it is used.
 
-    A model on the meta device is given memory (on ``device``, else the CPU) when ``device`` or ``meta="materialize"`` is given.
+    A model on the meta device is given memory on the CPU when ``device`` or ``meta="materialize"`` is given, then moved to ``device``.
     Sharded models (FSDP2, DTensor) read only their own slices.
 
     Args:
