@@ -13,7 +13,7 @@ def kept(ordinals: Sequence[int], marks: Iterable[int] = (), newest: int = NEWES
     """The ordinals to keep, in order.
 
     Older entries fall into cells that double in width with their age; the first of each cell stays. Cells nest, so that
-    thinning again later takes nothing that it would not have taken at once. The first entry of all always stays: for
+    thinning in turns leaves an entry at or shortly before each that thinning at once would leave. The first entry of all always stays: for
     every count at or above it there is an entry to start from, at a distance that grows with age only.
 
     Args:
