@@ -190,11 +190,15 @@ class Assemble:
 
     def _overtaken(self) -> bool:
         """Whether a later save is whole: every rank stores its saves in order, so what is missing of this one will not come."""
-        for later in [self._queued[0], self._queued[-1]] if self._queued else []:
+        for later in self._later():
             there = set(self._store.listdir(f"{later.directory}/{RECEIPTS}"))
             if all(f"r{rank:05d}.json" in there for rank in range(later.config.group_world_size)):
                 return True
         return False
+
+    def _later(self) -> list[Job]:
+        """The next save that waits here, and the newest."""
+        return [self._queued[0], self._queued[-1]] if self._queued else []
 
     # ------------------------------------------------------------ other ranks
     def _follow(self, written: Written) -> None:
@@ -213,6 +217,9 @@ class Assemble:
                 if found is None and durable_since and time.monotonic() - durable_since > _LOG_POLL_S:
                     durable_since = time.monotonic()
                     found = self._in_log(job)
+                if found is None and any(outcome.read(self._store, later) for later in self._later()):
+                    # rank 0 works in order: what it has not said by now it will not say
+                    found = outcome.read(self._store, job) or self._in_log(job) or outcome.failure(_no_word(job, bool(durable_since)))
             except FtckptError as e:
                 found = outcome.failure(e)
             if found is None and poll.more():

@@ -90,6 +90,19 @@ def test_shard_that_never_arrives_holds_up_no_later_save(rig: Rig) -> None:
     assert [e.step for e in rig.entries()] == [2]
 
 
+@pytest.mark.covers("I11", "F62")
+def test_word_that_a_killed_agent_of_rank_0_never_gave_holds_up_no_later_save(rig: Rig) -> None:
+    zero, one = group(rig, receipts_s=60.0)
+    lost = one.save()  # rank 0's agent was killed with its part of it
+    zero.step()
+    zero.saves += 1
+    handles = [zero.save(), one.save()]
+    assert [h.wait(30.0) for h in handles] == ["committed", "committed"]
+    with pytest.raises(SaveFailed, match="rank 0's agent of a did not say"):
+        lost.wait(30.0)
+    one.client.drain(30.0)
+
+
 @pytest.mark.covers("I1", "F62")
 def test_tensor_that_two_ranks_hold_fails_the_save_on_both_by_name(rig: Rig) -> None:
     zero, one = rig.trainer(rank=0, world=2), rig.trainer(rank=1, world=2)
