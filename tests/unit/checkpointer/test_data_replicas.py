@@ -53,6 +53,7 @@ def newest(job: DataJob) -> str:
         log.close()
 
 
+@pytest.mark.soak
 @pytest.mark.covers("F46", "F49", "I4", "I12")
 def test_from_4_to_3_to_5_replicas_over_three_epochs_with_ten_kills(job: Callable[..., DataJob]) -> None:
     """Steps of 12 samples however many take part: the order of samples per step is that of an undisturbed job."""

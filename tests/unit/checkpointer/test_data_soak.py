@@ -25,6 +25,7 @@ def made() -> Iterator[list[DataJob]]:
         job.close()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.covers("F46", "F49", "I4", "I12")
