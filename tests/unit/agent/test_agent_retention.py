@@ -133,7 +133,7 @@ def test_two_hundred_steps_leave_a_bounded_number_of_files_and_bytes(rig: Rig) -
     root = rig.tmp / "root"
 
     def measure() -> tuple[int, int]:
-        files = [p for p in root.rglob("*") if p.is_file()]
+        files = [p for p in root.rglob("*") if p.is_file() and not p.name.startswith("commit-log")]  # its journal comes and goes
         return len(files), sum(p.stat().st_size for p in files)
 
     seen = []
