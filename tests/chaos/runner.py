@@ -135,7 +135,10 @@ class Runner:
         self.happened.append(Happened(kind="calm", time=calm))
         known = len(self._generations())
         if self._until("new generations after the last fault", lambda: self._healthy() and len(self._generations()) >= known + 2):
-            goal = max((x.step for x in self.last.values()), default=0) + 12
+            self._tick()
+            goal = max((x.step for x in self.last.values()), default=0) + max(
+                12, int(3 / max(self.plan.slow, 0.02))
+            )  # all hear of it before
             (self.plan.folder / "goal").write_text(str(goal))
             self.happened.append(Happened(kind="goal", time=time.time(), text=str(goal)))
             self._until("the end", lambda: all(u.child.poll() == 0 for u in self.job.units))
