@@ -26,6 +26,7 @@ from ftckpt.wiring import open_log, open_store
 TICK_S = 0.1
 LOG_S = 0.5
 USAGE_S = 5.0
+WILLING_S = 20.0  # that a fault waits until it can be done
 GONE_S = 60.0  # until agents, which linger a while, have gone
 SMALL_DISK = "64m"
 
@@ -113,12 +114,17 @@ class Runner:
 
     def _do(self, planned: Planned) -> None:
         hurt = frozenset(h.location for h in self.happened if h.location)
-        self._look(force=True)
-        try:
-            happened, undo = act(self.job, planned, list(self.entries.values()), hurt)
-        except Nothing as e:
-            self.tell(f"not done: {e}")
-            return
+        end = time.time() + WILLING_S
+        while True:
+            self._look(force=True)
+            try:
+                happened, undo = act(self.job, planned, list(self.entries.values()), hurt)
+                break
+            except Nothing as e:
+                if time.time() > end:
+                    self.tell(f"not done: {e}")
+                    return
+            self._tick()
         self.done += 1
         self.happened.append(happened)
         self._disturbed, self._well_since = time.time(), 0.0

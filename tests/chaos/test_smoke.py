@@ -70,7 +70,8 @@ def test_every_nemesis_once_on_etcd(tmp_path: Path) -> None:
     names = possible(["group", "peers", "etcd"])
     rng.shuffle(names)
     faults = [planned(name, gap=rng.uniform(0.2, 1.5), target=rng.randrange(3), hold=min(6.0, sum(KINDS[name].hold) / 2)) for name in names]
-    run(Plan(workload="torchft", folder=tmp_path / "run", log="etcd", rendezvous="etcd-v3"), iter(faults))
+    e = run(Plan(workload="torchft", folder=tmp_path / "run", log="etcd", rendezvous="etcd-v3"), iter(faults))
+    assert {h.kind for h in e.happened} >= set(names)
 
 
 @pytest.mark.slow
