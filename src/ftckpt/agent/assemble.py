@@ -148,6 +148,8 @@ class Assemble:
             self._store.put(path, data, if_absent=True)
         except StoreError as e:
             logger.warning("manifest: %s", e)
+            if not self._store.exists(path):
+                raise
         if self._store.get(path) != data:
             raise SaveFailed(
                 f"{path} is not the manifest that was written", now="this generation was not committed", todo="see who else writes there"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from ftckpt.agent import outcome
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job, Outcome
@@ -111,7 +113,8 @@ class Commit:
         verdict = judge(tail, manifest.trajectory)
         match verdict:
             case Append(expect_tail=expect):
-                return Outcome(state="committed", entry=self._log.append(entry, expect_tail=expect, timeout=timeout))
+                bound = msgspec.structs.replace(entry, log=tail.log if tail is not None else "")  # not into another log made meanwhile
+                return Outcome(state="committed", entry=self._log.append(bound, expect_tail=expect, timeout=timeout))
             case Superseded(by=by):
                 return Outcome(state="dropped", reason=f"superseded by generation #{by}")
             case Strayed(reason=reason):

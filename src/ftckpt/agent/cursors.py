@@ -158,10 +158,18 @@ class Offers:
                         and text not in pending.given
                         and (name.step, name.trajectory8) == (pending.message.step, pending.message.trajectory[:8])
                     ):
-                        placed = self._place(pending, text) or placed
+                        placed = self._try_place(pending, text) or placed
         except FtckptError as e:
             logger.warning("cursors: %s", e)
         return placed
+
+    def _try_place(self, pending: _Pending, name: str) -> bool:
+        """One attempt that cannot be read or written now must not keep the other cursors waiting; it is looked at again."""
+        try:
+            return self._place(pending, name)
+        except FtckptError as e:
+            logger.warning("cursor for %s: %s", name, e)
+            return False
 
     def _place(self, pending: _Pending, name: str) -> bool:
         config = pending.config
@@ -170,8 +178,9 @@ class Offers:
             intent = decode(self._store.get(f"{directory}/{INTENT}"), Intent, f"{directory}/{INTENT}")
         except NotFound:
             return False  # the directory is there before the file: look again
-        pending.given.add(name)
         if intent.trajectory != pending.message.trajectory or intent.job != config.job or self._store.exists(f"{directory}/{MANIFEST}"):
+            pending.given.add(name)
             return False
         self._store.put(f"{directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", pending.message.cursor, if_absent=True)
+        pending.given.add(name)
         return True

@@ -39,6 +39,7 @@ class Journal:
         self._states: dict[int, bytes] = {}
         self._marks: list[int] = []
         self._pending: list[tuple[int, bytes]] = []
+        self._writing = False
         self._in_file = 0
         self._rewrite = False
         self._stop = False
@@ -94,7 +95,7 @@ class Journal:
     def clean(self) -> bool:
         """Whether everything is in the file."""
         with self._lock:
-            return not self._pending
+            return not self._pending and not self._writing
 
     def close(self, timeout: float) -> None:
         """Write what is left and end the thread."""
@@ -145,11 +146,17 @@ class Journal:
     def _write(self) -> None:
         """Append what is pending, or write the file anew when it holds more than twice what is kept."""
         with self._lock:
-            batch, self._pending = self._pending, []
+            batch, self._pending, self._writing = self._pending, [], True
             anew = self._rewrite or self._in_file + len(batch) > 2 * len(self._ordinals) + NEWEST
             whole = [(o, self._states[o]) for o in self._ordinals] if anew else []
-        if not batch and not (anew and whole):
-            return
+        try:
+            if batch or (anew and whole):
+                self._put(batch, whole, anew)
+        finally:
+            with self._lock:
+                self._writing = False
+
+    def _put(self, batch: list[tuple[int, bytes]], whole: list[tuple[int, bytes]], anew: bool) -> None:
         try:
             if anew:
                 self._close_file()

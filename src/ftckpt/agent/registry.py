@@ -136,7 +136,7 @@ class Registry:
             self._desk.post(0, m.Tail(entry=tail))
         if self._watch is None:
             self._watch = self._log.watch(self._desk.see_tail)
-        if live is not None and standing(tail, live.trajectory) == "diverged" and tail is not None:
+        if live is not None and live.state == "live" and standing(tail, live.trajectory) == "diverged" and tail is not None:
             reason = f"tail #{tail.index} (step {tail.step}, {tail.trajectory[:8]}) is not an ancestor of step {live.trajectory.step}"
             if self._stray != reason:
                 self._stray = reason

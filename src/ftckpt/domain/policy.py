@@ -32,7 +32,7 @@ class Every(Policy, frozen=True):
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        if not isinstance(self.steps, int) or self.steps < 1:
             raise ConfigError(f"Every(steps={self.steps}) is not possible", todo="use steps >= 1")
 
     def due(self, at: Moment) -> bool:

@@ -169,6 +169,6 @@ def append(log: CommitLog, store: BlobStore, job: str, found: Found, tail: Entry
         record(manifest, data, found.location), base=last if tail is None or tail.kind == "generation" else tail.base
     )
     try:
-        return log.append(entry, expect_tail=last, timeout=timeout)
+        return log.append(msgspec.structs.replace(entry, log=tail.log if tail else ""), expect_tail=last, timeout=timeout)
     except (TailMoved, LogAmbiguous):
         return own_entry(log.entries(after=last, timeout=timeout), entry.attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import AgentError, Diverged, FtckptError
@@ -44,21 +45,12 @@ class Background:
                 now="nothing of it was committed",
                 todo="end this process; it heals when started again",
             )
-        client.raise_pending()
+        if not client.alive:
+            self._session.revive()
+            self._tail.follow(self._session.client)
+            logger.warning("the agent died; a new one was started")
+        client.raise_pending()  # of the one that died too: what it had in flight is told once
         self._events.poll()
-        if client.alive:
-            return
-        lost = client.pending
-        self._session.revive()
-        self._tail.follow(self._session.client)
-        if lost:
-            steps = ", ".join(str(h.step) for h in lost)
-            raise AgentError(
-                f"the agent died with saves of step {steps} in flight",
-                now="a new agent was started; training may go on",
-                todo="catch this and go on, or see the agent's output",
-            )
-        logger.warning("the agent died; a new one was started, nothing was in flight")
 
     def failure(self) -> FtckptError | None:
         """A failure that was not told yet, to be raised by the caller. Raises Diverged."""
@@ -83,7 +75,8 @@ class Background:
         if agents := self._addresses.all():
             detail["agents"] = agents
         self._live = ("joining" if replica.blank else "live", replica.trajectory, detail)
-        client.live(*self._live)
+        with suppress(AgentError):  # ``check`` replaces it before the next step
+            client.live(*self._live)
 
     def healing(self, progress: Progress) -> None:
         """Quorum thread: a heal that takes long shows in the replica's line."""
@@ -94,9 +87,11 @@ class Background:
         state, trajectory, detail = self._live
         rate = progress.done / max(progress.seconds, 1e-9) / 1e6
         share = 100 * progress.done // max(progress.bytes, 1)
-        self._session.client.live(state, trajectory, {**detail, "heal": f"{share} % of {progress.bytes} bytes at {rate:.0f} MB/s"})
+        with suppress(AgentError):
+            self._session.client.live(state, trajectory, {**detail, "heal": f"{share} % of {progress.bytes} bytes at {rate:.0f} MB/s"})
 
     def note(self, kind: str, text: str, detail: dict[str, str | int | float] | None = None) -> None:
         """A line for the job's history."""
-        if self._session.client.alive:
-            self._session.client.note(kind, text, detail)
+        with suppress(AgentError):  # it may die at any moment; a line for people is not worth a step
+            if self._session.client.alive:
+                self._session.client.note(kind, text, detail)

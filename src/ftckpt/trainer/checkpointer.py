@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from ftckpt import config
 from ftckpt.config import Settings
 from ftckpt.domain.policy import Moment, Never, Policy
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import ConfigError, DeadlineExceeded
+from ftckpt.errors import ConfigError, DeadlineExceeded, SaveFailed
 from ftckpt.link.client import AgentClient
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer import exiting
@@ -23,7 +24,7 @@ from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.joining import Joining
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader, LoadOptions
-from ftckpt.trainer.opening import open_agent, open_parts
+from ftckpt.trainer.opening import bind_root, open_agent, open_parts
 from ftckpt.trainer.orphans import DataPolicy
 from ftckpt.trainer.replicas.base import Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
@@ -67,6 +68,8 @@ class Checkpointer:
         self._replica: Replica | None = None
         self._manager: FtManager | None = None
         self._saver: Saver | None = None
+        self._ordinals = itertools.count(1)
+        self._bound = False
         self._events = Events()
         self._starter = Starter(
             settings.job, self.registry, self._make_resumer, self._tail, self._events,
@@ -128,7 +131,7 @@ class Checkpointer:
         except BaseException:
             parts.close()
             raise
-        return cls(settings, policy or Never(), parts.group, parts.store, parts.log, client, config.launch().resume)
+        return cls(settings, policy if policy is not None else Never(), parts.group, parts.store, parts.log, client, config.launch().resume)
 
     def close(self) -> None:
         """End in order: a last save where the policy says so, then wait for what is in flight. May be called twice.
@@ -161,6 +164,7 @@ class Checkpointer:
             if ending and self._session.client.alive:
                 self._session.client.drain(self.settings.deadlines.close_s)
                 self._events.poll()
+                self._bind()
             self._session.client.raise_pending()
         finally:
             if self._replica is not None:
@@ -236,6 +240,12 @@ class Checkpointer:
             only_trainable: models: leave out what needs no gradient.
             cursor: the loader: False does not keep its position; it begins anew at each start, with a warning.
         """
+        if self._resumed:
+            raise ConfigError(
+                f"{name!r} is registered after resume(): its stored value would not be loaded, and the next save would replace it",
+                now="nothing was changed",
+                todo="register every state before resume()",
+            )
         if kind == "auto" and scope == "shared" and _is_loader(obj):
             self._loaders.add(name, obj, cursor=cursor)
         else:
@@ -277,6 +287,8 @@ class Checkpointer:
         Raises:
             ProgressExists, NothingLoadable, NotFound, Damaged, Mismatch, DataError, LogUnreachable: nothing was started; says why.
         """
+        if what not in ("all", "weights"):
+            raise ConfigError(f"resume(what={what!r}) is not known", now="nothing was loaded", todo='use what="all" or what="weights"')
         options = LoadOptions(
             only=self._models() if what == "weights" else None,
             exclude=exclude,
@@ -347,7 +359,7 @@ class Checkpointer:
 
     def _ready(self, report: ResumeReport) -> None:
         """Prepare for training from what was loaded."""
-        self._saver = Saver(self._session, self.replica, self._loaders, self._tail)
+        self._saver = Saver(self._session, self.replica, self._loaders, self._tail, self._ordinals)
         self._saver.base = report.generation if report.generation is not None else -1
         self._saver.last_step = report.step
         self._session.prepare(self._session.full)
@@ -360,7 +372,7 @@ class Checkpointer:
 
     def _await_agent(self) -> None:
         """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
-        if not self._session.client.reattached:
+        if not (self._session.client.reattached or self._resumed):
             return
         try:
             self._session.client.drain(self.settings.deadlines.close_s)
@@ -416,6 +428,9 @@ class Checkpointer:
         outcome = self.replica.outcome()
         if outcome.committed:
             self._last = outcome
+        if isinstance(self._replica, SoloReplica) and (tail := self._tail.known()) is not None:
+            self._replica.knows_tail(tail.step)
+        self._bind()
         failure = self._background.failure()  # raised last: the step was made, and its own save must not be missed for an earlier one's
         if outcome.committed and self._due(ending=False):
             self._save(metrics or {})
@@ -474,6 +489,10 @@ class Checkpointer:
     def _save(self, metrics: Mapping[str, float]) -> SaveHandle:
         if self._saver is None or self._last is None:
             raise ConfigError("save() needs a resumed job", todo="call resume() first")
+        if self.replica.blank or self.replica.trajectory.step < 0:
+            raise SaveFailed(
+                "this replica gave its state up and waits for a peer's", now="nothing was saved", todo="save after the next committed step"
+            )
         self._events.tell(Saving(step=self.replica.step))
         handle = self._saver.save(self._last, metrics)
         if handle.captured:
@@ -496,6 +515,13 @@ class Checkpointer:
             return False
         step = self.replica.step
         return self.policy.due(Moment(step, step - saver.last_step, ending))
+
+    def _bind(self) -> None:
+        """Once the log has an entry, the root names it, so that a start with another log is refused."""
+        tail = None if self._bound or self.group.rank != 0 else self._tail.known()
+        if tail is not None:
+            self._bound = True
+            bind_root(self.settings, self._store, tail)
 
     def _tell(self, *, force: bool = False) -> None:
         self._background.tell(self.replica, writer=self._last is not None and self._last.writer, force=force)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import DeadlineExceeded, PeerError
+from ftckpt.errors import AgentError, DeadlineExceeded, PeerError
 from ftckpt.format.image import Image
 from ftckpt.format.leaves import decode_leaves, encode_leaves
 from ftckpt.format.manifest import StateInfo
@@ -117,7 +118,12 @@ class HealCarrier:
             raise DeadlineExceeded(
                 f"step {step}: no buffer became free within {timeout:.0f} s to give it to a peer", now="the peer will ask again"
             )
-        session.local.fill(plan, frozen, session.memory(slot, plan.table.image_bytes))
+        try:
+            extra = encode_leaves({"state": encode_value(state), "states": msgspec.to_builtins(plan.states)})
+            session.local.fill(plan, frozen, session.memory(slot, plan.table.image_bytes))
+        except BaseException:
+            session.client.release_slot(slot)
+            raise
         self._count += 1
         trajectory = self._trajectory()
         snapshot = f"{trajectory.h[:16]}-{session.client.config.incarnation[:8]}-{self._count}"
@@ -127,14 +133,15 @@ class HealCarrier:
             layout=session.layout(session.local, plan),
             trajectory=trajectory,
             leaves=frozen.leaves,
-            extra=encode_leaves({"state": encode_value(state), "states": msgspec.to_builtins(plan.states)}),
+            extra=extra,
         )
         self._published.append(snapshot)
 
     def retire(self) -> None:
         published, self._published = self._published, []
-        for snapshot in published:
-            self._session.client.retire(snapshot)
+        with suppress(AgentError):  # a dead agent serves nothing, and the step that was just voted on must not suffer
+            for snapshot in published:
+                self._session.client.retire(snapshot)
 
     # ------------------------------------------------------------ joiner
     def fetch(self, metadata: str, step: int, timeout: float, admit: Callable[[State], None]) -> State:

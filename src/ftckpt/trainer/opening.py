@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from ftckpt.config import Settings
+from ftckpt.domain.ledger import Entry
+from ftckpt.errors import ConfigError
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
@@ -57,12 +59,24 @@ def open_agent(settings: Settings, parts: Opened) -> AgentClient:
         LogUnreachable: the log does not answer. AgentError: the agent does not start.
     """
     group = parts.group
+    if settings.on_busy == "skip" and group.world_size > 1:
+        raise ConfigError(
+            f"{settings.say('on_busy')}: {group.world_size} ranks could skip different saves, and none of those would be whole",
+            now="nothing was started",
+            todo='use on_busy="wait" in groups of several ranks',
+        )
     same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
     group.check_equal("settings", same.encode(), what="job, root, log and replica")
     url = log_url(settings.log, job=settings.job, root_url=settings.root)
     claim_root(parts.store, settings.job, log=url, uuid=vouching(parts.log), new_job=settings.new_job)
     told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
     return AgentClient.open(told, on_warning=_warn)
+
+
+def bind_root(settings: Settings, store: BlobStore, tail: Entry) -> None:
+    """Write into the root which log vouches for it: the one that has this entry."""
+    url = log_url(settings.log, job=settings.job, root_url=settings.root)
+    claim_root(store, settings.job, log=url, uuid=tail.log, new_job=True)
 
 
 def _warn(message: Warned) -> None:

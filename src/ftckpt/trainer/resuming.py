@@ -62,6 +62,14 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     texts: tuple[str, str, str] = ("", "", "")
 
+    def refuse(self) -> None:
+        """Raise the error that it tells of."""
+        kind: type[FtckptError] = getattr(errors, self.error, FtckptError)
+        raise kind(self.texts[0], now=self.texts[1], todo=self.texts[2])
+
+
+_MENDED_BY_ANOTHER = ("Damaged", "StoreError", "NotFound")  # another generation may still be loaded
+
 
 class Resumer:
     """One resume of one rank.
@@ -85,6 +93,7 @@ class Resumer:
     ) -> None:
         self._store, self._log, self._job, self._group = store, log, job, group
         self._loader, self._replica, self._fence, self._writes = loader, replica, fence and writes, writes
+        self._options = LoadOptions()
         self._rounds = 0
 
     def look(self, request: Request, *, adopt: bool = False) -> Choice:
@@ -125,7 +134,7 @@ class Resumer:
         Raises:
             FtckptError: (its kinds as in ``flows.select``) on all ranks of the group alike.
         """
-        began = time.monotonic()
+        began, self._options = time.monotonic(), options
         faults: dict[str, Fault | None] = {}
         while True:
             choice = first or self._choose(request, faults, adopt=self._writes)
@@ -154,7 +163,8 @@ class Resumer:
                 f"the tail #{index} says to start from zero, which a live process cannot", todo="start this replica again"
             )
         source = self._log.entry(tail.base) if tail.kind == "open" else tail
-        loaded, fault = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), LoadOptions())
+        options = msgspec.structs.replace(self._options, only=None, with_cursor=True)
+        loaded, fault = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), options)
         if loaded is None or fault:
             raise NothingLoadable(
                 f"the tail #{index} (step {tail.step}) cannot be loaded: {fault}", todo="start this replica again; it chooses an older one"
@@ -194,19 +204,29 @@ class Resumer:
         return any(r.state == "live" for r in self._log.replicas() if r.replica != self._replica.replica)
 
     def _try(self, choice: Choice, options: LoadOptions) -> tuple[Loaded | None, str]:
-        """Load on every rank; the fault is the first rank's that could not, and the same on all."""
-        loaded, fault = None, ""
+        """Load on every rank; the fault is the first rank's that could not, and the same on all.
+
+        Raises:
+            FtckptError: what no other generation would mend (Mismatch, DataError ...), on all ranks alike.
+        """
+        loaded, word = None, _Word()
         with ExitStack() as held:
             try:
                 held.enter_context(reading(self._log if self._group.rank == 0 else None, choice.entry, who=self._replica.replica))
                 loaded = self._loader.load(choice.location, choice.entry, self._replica, options)
-            except Damaged as e:
-                fault = e.what
+            except FtckptError as e:
+                word = _Word(error=type(e).__name__, texts=(e.what, e.now, e.todo))
             self._rounds += 1
             key = f"loaded/{self._rounds}"
-            self._group.publish(key, fault.encode())
-            said = [f.decode() for f in self._group.collect(key)]  # rank 0 is the group's reader until all have loaded
-        return loaded, next((f for f in said if f), "")
+            self._group.publish(key, msgspec.msgpack.encode(word))
+            said = [
+                msgspec.msgpack.decode(w, type=_Word) for w in self._group.collect(key)
+            ]  # rank 0 reads for the group until all have loaded
+        failed = [w for w in said if w.error]
+        for word in failed:
+            if word.error not in _MENDED_BY_ANOTHER:
+                word.refuse()
+        return loaded, next((w.texts[0] for w in failed), "")
 
     def _settled(self, choice: Choice, loaded: Loaded, opening: str, began: float) -> ResumeReport:
         base = choice.entry.index if choice.entry is not None else -1
@@ -247,7 +267,7 @@ class Resumer:
         """Append an ``open`` entry; another replica's with the same attempt is as good."""
         if not self._writes:
             return base
-        attempt = opening or attempt_id(base.h, self._group.incarnation, 0)
+        attempt = opening or attempt_id(base.h, self._group.incarnation, self._rounds)  # alike on all ranks, another at each resume
         after = base.open(attempt)
 
         def make() -> _Word:
@@ -291,6 +311,5 @@ class Resumer:
         data = self._group.agree(f"{key}/{self._rounds}", msgspec.msgpack.encode(word))
         word = msgspec.msgpack.decode(data, type=_Word)
         if word.error:
-            kind: type[FtckptError] = getattr(errors, word.error, FtckptError)
-            raise kind(word.texts[0], now=word.texts[1], todo=word.texts[2])
+            word.refuse()
         return word

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -23,12 +23,13 @@ class Saver:
     """Saves the state of a committed step; one per rank.
 
     Args:
+        ordinals: numbers this process's saves, over all its resumes: attempts are named by them.
         base: index in the log of the generation that this state descends from, -1 for none; set by resuming.
     """
 
-    def __init__(self, session: Session, replica: Replica, loaders: Loaders, tail: TailReader) -> None:
+    def __init__(self, session: Session, replica: Replica, loaders: Loaders, tail: TailReader, ordinals: Iterator[int]) -> None:
         self._session, self._replica, self._loaders, self._tail = session, replica, loaders, tail
-        self._ordinal = 0
+        self._ordinals = ordinals
         self.base = -1
         self.last_step = -1
 
@@ -46,7 +47,7 @@ class Saver:
         """
         began = time.monotonic()
         trajectory = self._replica.trajectory
-        self._ordinal += 1
+        ordinal = next(self._ordinals)
         self.last_step = trajectory.step
         cursor = self.cursor()
         if not outcome.writer:
@@ -77,7 +78,7 @@ class Saver:
         link = session.client.save(
             slot=slot,
             layout=session.layout(session.full, plan),
-            attempt=attempt_id(trajectory.h, self._replica.incarnation, self._ordinal),
+            attempt=attempt_id(trajectory.h, self._replica.incarnation, ordinal),
             trajectory=trajectory,
             leaves=frozen.leaves,
             cursor=cursor,

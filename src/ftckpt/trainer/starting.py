@@ -141,6 +141,11 @@ class Starter:
     def _asked(self, step: int | None, generation: int | str | None, fresh: bool) -> tuple[Request, str]:
         if sum((step is not None, generation is not None, fresh)) > 1:
             raise ConfigError("step, generation and fresh exclude one another", todo="give one of them")
+        if self._restarts and (step is not None or generation is not None or fresh):
+            logger.warning(
+                "resume: step, generation and fresh are passed over in a restarted worker (restart %d): it takes the newest", self._restarts
+            )
+            step, generation, fresh = None, None, False
         if step is not None:
             return AtStep(step), ""
         if generation is not None:

@@ -52,6 +52,8 @@ def main() -> None:
         if a.then == "unstorable":
             ckpt.register(odd={"value": lambda: None})
         report = ckpt.resume(fresh=a.fresh, step=a.resume_step)
+        if a.then == "late":
+            ckpt.register(late={"value": 1})
         say(event="resumed", source=report.source, step=report.step, params=digest_of(model), passed_over=report.passed_over)
         if ckpt.current_step < a.steps:
             for ids, x in ckpt.batches("loader"):

@@ -211,7 +211,8 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         if error is not None and not self._healing:
             self.report_error(error)  # the process group could not be made
         elif error is not None:
-            self._pending_state_dict, self._step = None, before
+            self._step = before
+            self._discard_pending()
             self.standing.heal_failed(error)
         quorum = self._client.quorum
         if self._most_replicas is not None and quorum.replica_world_size > self._most_replicas:
@@ -286,11 +287,20 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         super()._apply_pending_state_dict()
         self.standing.applied(coming)
 
+    def _discard_pending(self) -> None:
+        """A fetched state will not be applied: what it holds (a buffer of the arena) is given back."""
+        pending: State = vars(self).get("_pending_state_dict") or {}
+        self._pending_state_dict = None
+        for value in pending.get("user", {}).values():
+            release = getattr(value, "release", None)
+            if release is not None:
+                release()
+
     def _drop_unapplied(self) -> None:
         """A state that was fetched in a step that was never voted on: torchft has its step already, the live state has not."""
         if self._pending_state_dict is None:
             return
-        self._pending_state_dict = None
+        self._discard_pending()
         if self._group_world_size > 1:
             raise HealFailed("a step was left between heal and vote", now="the ranks of this group differ", todo="restart the group")
         self.standing.tell("the last step was left between heal and vote")
