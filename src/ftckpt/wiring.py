@@ -17,7 +17,7 @@ import msgspec
 from ftckpt.config import Settings, launch
 from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.names import check_name, generations_dir
-from ftckpt.errors import ConfigError, NotFound, StoreError
+from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.format.manifest import decode, encode
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import BlobStore, CommitLog
@@ -199,7 +199,7 @@ def open_log(log: str | None, *, job: str, root_url: str, timeout: float = LOG_T
     if scheme == "sqlite":
         from ftckpt.commitlog.sqlite import SqliteLog
 
-        return SqliteLog(Path(unquote(url.removeprefix("sqlite://"))), job, timeout=timeout)
+        return SqliteLog(_sqlite_path(url, given=bool(log)), job, timeout=timeout)
     if scheme == "memory":
         from ftckpt.commitlog.memory import MemoryLog
 
@@ -210,6 +210,23 @@ def open_log(log: str | None, *, job: str, root_url: str, timeout: float = LOG_T
     if "timeout" not in parse_qs(urlsplit(url).query):
         told["timeout"] = timeout
     return EtcdLog(told.pop("endpoints"), job, **told)
+
+
+def _sqlite_path(url: str, *, given: bool) -> Path:
+    """The file of an SQLite log; one that was given explicitly is absolute, in a directory that exists."""
+    text = unquote(url.removeprefix("sqlite://"))
+    path = Path("/" + text.lstrip("/"))
+    if given and not text.startswith("/"):
+        raise ConfigError(
+            f"log {url!r} is relative, and would be another file in every working directory",
+            now="nothing was changed",
+            todo=f"write sqlite:///absolute/path, e.g. sqlite://{Path(text).absolute()}",
+        )
+    if given and not path.parent.is_dir() and not path.parent.parent.is_dir():
+        raise ConfigError(
+            f"log {url!r}: there is no directory {path.parent}", now="nothing was changed", todo="check the path, or create the directory"
+        )
+    return path
 
 
 # ---------------------------------------------------------------- whose root it is
@@ -229,6 +246,12 @@ def read_marker(store: BlobStore, job: str) -> Marker | None:
         return decode(store.get(path), Marker, path)
     except NotFound:
         return None
+    except Damaged as e:
+        raise Damaged(
+            f"{path} cannot be read: {e.what}",
+            now="generations and log are not touched by it",
+            todo=f"remove {path}: it only names the job and its log, and is written anew at the next start",
+        ) from e
 
 
 def vouching(log: CommitLog) -> str:

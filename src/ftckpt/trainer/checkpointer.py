@@ -119,6 +119,8 @@ class Checkpointer:
             StoreError: the root cannot be written.
         """
         exiting.install()
+        if policy is not None and not isinstance(policy, Policy):
+            raise ConfigError(f"policy={policy!r} is no save policy", now="nothing was started", todo="use Every(steps=500) | AtEnd(), say")
         settings = config.load({"job": job, "root": root, "log": log, "replica": replica, **options}, file=settings_file)
         settings.validate(need=("job", "root"))
         if read_only:

@@ -12,7 +12,7 @@ import pytest
 from ftckpt.config import load
 from ftckpt.domain.sources import Fresh
 from ftckpt.domain.trajectory import genesis
-from ftckpt.errors import ConfigError, NotFound, ProgressExists, StoreError
+from ftckpt.errors import ConfigError, Damaged, NotFound, ProgressExists, StoreError
 from ftckpt.flows.select import choose
 from ftckpt.testing.generations import open_entry
 from ftckpt.wiring import (
@@ -187,3 +187,25 @@ def test_an_agent_is_told_what_the_settings_say(tmp_path: Path) -> None:
     told = agent_config(settings, rank=1, group_world_size=2, incarnation="i")
     assert (told.root, told.log) == (f"file://{tmp_path}", f"sqlite://{tmp_path}/gpt/commit-log.sqlite3")
     assert (told.port, told.linger_s, told.replica, told.runtime_dir) == (7001, 3.0, "r1", settings.runtime_dir)
+
+
+@pytest.mark.covers("F78")
+@pytest.mark.parametrize("url", ["sqlite://relative.db", "sqlite:///there/is/none/such.db"])
+def test_an_sqlite_log_that_is_relative_or_has_no_directory_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        open_log(url, job="j", root_url=str(tmp_path))
+
+
+def test_an_sqlite_url_with_four_slashes_is_the_same_file(tmp_path: Path) -> None:
+    logs = [open_log(f"{prefix}{tmp_path}/x.db", job="j", root_url=str(tmp_path)) for prefix in ("sqlite://", "sqlite:///")]
+    assert logs[0].url == logs[1].url
+    for log in logs:
+        log.close()
+
+
+def test_a_damaged_marker_says_that_it_may_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "j").mkdir()
+    (tmp_path / "j" / "job.json").write_text("{")
+    with pytest.raises(Damaged) as caught:
+        read_marker(open_store(str(tmp_path)), "j")
+    assert "remove j/job.json" in caught.value.todo
