@@ -146,7 +146,8 @@ def test_two_hundred_steps_leave_a_bounded_number_of_files_and_bytes(rig: Rig) -
         else:
             trainer.step()
     assert max(files for files, _ in seen[2:]) <= seen[2][0] + 2
-    assert max(size for _, size in seen[2:]) <= 1.5 * seen[2][1]
+    # two generations, whose manifests name at most 256 links, and a journal that is written anew before it is twice what it keeps
+    assert max(size for _, size in seen[2:]) <= 256 << 10
 
 
 @pytest.mark.covers("I7")
