@@ -10,6 +10,19 @@ import pytest
 pytest_plugins = ["covers", "pytester"]
 
 CHAOS = Path(__file__).parent / "chaos"
+UNIT = Path(__file__).parent / "unit"
+# Whole trainers, groups and servers: left out by --quick as ``slow``, but for what is marked ``quick``.
+SLOW = [
+    *(UNIT / name for name in ("checkpointer", "heal", "replicas", "elastic")),
+    UNIT / "agent" / "test_agents_on_etcd.py",
+    UNIT / "commitlog" / "test_etcd_outage.py",
+    UNIT / "commitlog" / "test_etcd_cluster.py",
+    UNIT / "data" / "test_killed_trainers.py",
+    UNIT / "model" / "test_commit_model.py",
+    UNIT / "model" / "test_group_model.py",
+    UNIT / "trainer_state" / "test_sharded.py",
+    UNIT / "trainer_state" / "test_costs.py",
+]
 
 # Machines differ and are shared; a test's time is bounded by pytest-timeout, not by hypothesis.
 hypothesis.settings.register_profile("ftckpt", deadline=None, print_blob=True)
@@ -20,3 +33,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if CHAOS in item.path.parents:
             item.add_marker(pytest.mark.chaos)
+        if any(place == item.path or place in item.path.parents for place in SLOW) and item.get_closest_marker("quick") is None:
+            item.add_marker(pytest.mark.slow)

@@ -13,6 +13,7 @@ from jobkit import Jobs
 FIRST = ("--steps", 12, "--every", 5)
 
 
+@pytest.mark.quick
 @pytest.mark.covers("I1", "F18", "D9", "B7")
 def test_a_run_commits_what_its_policy_says_and_the_last_step(jobs: Jobs) -> None:
     run = jobs.run(*FIRST)
@@ -30,6 +31,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_as_an_undisturbed_one(jobs: Jobs, tmp
     assert [x for p in parts for x in p.of("step")] == whole.of("step")
 
 
+@pytest.mark.quick
 @pytest.mark.covers("I6")
 def test_sigkill_right_after_save_does_not_lose_the_generation(jobs: Jobs) -> None:
     run = jobs.run("--steps", 3, "--every", 0, "--width", 4096, "--then", "save-kill")
@@ -85,6 +87,7 @@ def test_a_damaged_newest_generation_is_passed_over_with_its_reason(jobs: Jobs, 
     assert "shard-00000-of-00001.safetensors" in run.of("resumed")[0]["passed_over"][0]
 
 
+@pytest.mark.quick
 @pytest.mark.covers("I8", "F26")
 def test_a_lost_log_is_never_taken_for_a_new_job(jobs: Jobs) -> None:
     jobs.run(*FIRST)
