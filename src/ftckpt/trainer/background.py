@@ -6,6 +6,7 @@ import logging
 import time
 from contextlib import suppress
 
+from ftckpt.domain.ledger import standing
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import AgentError, Diverged, FtckptError
 from ftckpt.trainer.addresses import Addresses
@@ -31,15 +32,18 @@ class Background:
         self._told = self._shown = 0.0
         self._live: tuple[str, Trajectory, dict[str, str | int | float]] | None = None
 
-    def check(self) -> None:
+    def check(self, replica: Replica) -> None:
         """Tell of a failure, and go on with a new agent if the old one died.
+
+        Args:
+            replica: whose live state decides whether what the agent found astray still matters.
 
         Raises:
             Diverged: this state is not on the log's trajectory.
             FtckptError: a failure that was not told yet.
         """
         client = self._session.client
-        if client.stray is not None:
+        if client.stray is not None and self._astray(replica):
             raise Diverged(
                 f"this state is not on the commit log's trajectory: {client.stray}",
                 now="nothing of it was committed",
@@ -49,13 +53,23 @@ class Background:
             self._session.revive()
             self._tail.follow(self._session.client)
             logger.warning("the agent died; a new one was started")
-        client.raise_pending()  # of the one that died too: what it had in flight is told once
+        try:
+            client.raise_pending()  # of the one that died too: what it had in flight is told once
+        except Diverged as e:
+            if self._astray(replica):
+                raise
+            logger.warning("a save of a state that this replica has given up was refused: %s", e.what)
+            self.note("fenced", e.what)
         self._events.poll()
 
-    def failure(self) -> FtckptError | None:
+    def _astray(self, replica: Replica) -> bool:
+        """Whether the live state is not the tail's; one that was found so may have been given up since, and healed."""
+        return standing(self._tail.known(), replica.trajectory) == "diverged"
+
+    def failure(self, replica: Replica) -> FtckptError | None:
         """A failure that was not told yet, to be raised by the caller. Raises Diverged."""
         try:
-            self.check()
+            self.check(replica)
         except Diverged:
             raise
         except FtckptError as e:

@@ -433,7 +433,9 @@ class Checkpointer:
         if isinstance(self._replica, SoloReplica) and (tail := self._tail.known()) is not None:
             self._replica.knows_tail(tail.step)
         self._bind()
-        failure = self._background.failure()  # raised last: the step was made, and its own save must not be missed for an earlier one's
+        failure = self._background.failure(
+            self.replica
+        )  # raised last: the step was made, and its own save must not be missed for an earlier one's
         if outcome.committed and self._due(ending=False):
             self._save(metrics or {})
         self._tell()
@@ -460,7 +462,7 @@ class Checkpointer:
             ConfigError: nothing was committed since ``resume()``.
         """
         self._need_resumed("save()")
-        self._background.check()
+        self._background.check(self.replica)
         if self._last is None:
             self._last = self._standing()
         handle = self._save(metrics or {})

@@ -13,6 +13,10 @@ from ftckpt.link.client import SaveHandle as LinkHandle
 Stage = Literal["persisted", "committed"]
 
 
+Search = Callable[[], tuple[Entry | None, Entry | None]]
+"""Reads the log: this state's entry, if it is there, and the tail."""
+
+
 class SaveHandle:
     """One generation on its way.
 
@@ -24,10 +28,10 @@ class SaveHandle:
         seconds: that training waited for it.
     """
 
-    def __init__(self, step: int, trajectory: str, link: LinkHandle | None, tail: Callable[[], Entry | None]) -> None:
+    def __init__(self, step: int, trajectory: str, link: LinkHandle | None, search: Search) -> None:
         self.step, self.trajectory, self.writer = step, trajectory, link is not None
         self.bytes, self.seconds = 0, 0.0
-        self._link, self._tail = link, tail
+        self._link, self._search = link, search
         self._entry: Entry | None = None
 
     @property
@@ -92,14 +96,13 @@ class SaveHandle:
         end = time.monotonic() + timeout
         while True:
             try:
-                tail = self._tail()
+                self._entry, tail = self._search()
             except LogError as e:
                 if time.monotonic() >= end:
                     raise DeadlineExceeded(f"step {self.step}: the commit log could not be read", now=str(e)) from e
                 tail = None
-            if tail is not None and tail.trajectory == self.trajectory and tail.kind == "generation":
-                self._entry = tail
-                return tail
+            if self._entry is not None:
+                return self._entry
             if tail is not None and tail.step > self.step:
                 return None
             if time.monotonic() >= end:

@@ -10,7 +10,7 @@ from typing import Any
 from ftckpt.data.batches import BatchFeed
 from ftckpt.data.chain import held, with_orphans
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
-from ftckpt.errors import ConfigError, DataError
+from ftckpt.errors import AgentError, ConfigError, DataError
 from ftckpt.trainer.orphans import DataPolicy, Heritage
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
@@ -26,6 +26,7 @@ class Loaders:
         self._loader: Iterable[Any] | ElasticLoader | None = None
         self._name, self._kept = "", True
         self._drawn: deque[tuple[int, bytes]] = deque(maxlen=64)
+        self._unsent: deque[tuple[int, bytes]] = deque(maxlen=64)  # for an agent that died
         self._stored: tuple[int, bytes] | None = None
         self._policy, self._heritage, self._lost = DataPolicy(), Heritage(), False
         self._loaded = ""  # trajectory of the state that was loaded last
@@ -116,7 +117,15 @@ class Loaders:
             while self._drawn and self._drawn[-1][0] >= ordinal:  # those steps are being done again
                 self._drawn.pop()
             self._drawn.append((ordinal, state))
-            session.client.draw(ordinal, state)
+            self._unsent.append((ordinal, state))
+            while self._unsent and session.client.alive:
+                try:
+                    session.client.draw(*self._unsent[0])
+                except AgentError:
+                    if session.client.alive:
+                        raise
+                    break  # it died; the next one is told, and until then a start goes on from an earlier entry
+                self._unsent.popleft()
 
         def recall(count: int) -> tuple[int, bytes] | None:
             if not self._kept:

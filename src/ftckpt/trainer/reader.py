@@ -76,7 +76,7 @@ class ReadOnlyCheckpointer(Checkpointer):
     def save(self, wait: bool | float = False, metrics: Any = None) -> SaveHandle:
         """Does nothing; the handle says so."""
         self._need_resumed("save()")
-        return NotSaved(self.replica.step, self.replica.trajectory.h, None, lambda: None)
+        return NotSaved(self.replica.step, self.replica.trajectory.h, None, lambda: (None, None))
 
     def _save(self, metrics: Any) -> SaveHandle:
         return self.save()

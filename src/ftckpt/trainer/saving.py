@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import msgspec
 
@@ -50,9 +51,11 @@ class Saver:
         ordinal = next(self._ordinals)
         self.last_step = trajectory.step
         cursor = self.cursor()
+        known = self._session.client.tail
+        search = partial(self._tail.search, trajectory.h, known.index - 1 if known is not None else -1)  # a quick writer was first, maybe
         if not outcome.writer:
             self._session.client.cursor_at(trajectory.step, trajectory.h, cursor)
-            return SaveHandle(trajectory.step, trajectory.h, None, self._tail.read)
+            return SaveHandle(trajectory.step, trajectory.h, None, search)
         session = self._session
         plan = session.prepare(session.full)
         slot = session.slot(0.0)
@@ -60,7 +63,7 @@ class Saver:
             settings = session.settings
             if settings.on_busy == "skip":
                 session.client.note("skipped", f"step {trajectory.step} was not saved: every buffer was busy")
-                return Skipped(trajectory.step, trajectory.h, None, self._tail.read)
+                return Skipped(trajectory.step, trajectory.h, None, search)
             slot = session.slot(settings.deadlines.slot_s)
             if slot is None:
                 raise DeadlineExceeded(
@@ -74,7 +77,6 @@ class Saver:
         except BaseException:
             session.client.release_slot(slot)
             raise
-        known = session.client.tail
         link = session.client.save(
             slot=slot,
             layout=session.layout(session.full, plan),
@@ -91,7 +93,7 @@ class Saver:
             metrics=dict(metrics),
         )
         frozen.release()
-        handle = SaveHandle(trajectory.step, trajectory.h, link, self._tail.read)
+        handle = SaveHandle(trajectory.step, trajectory.h, link, search)
         handle.bytes, handle.seconds = plan.table.image_bytes, time.monotonic() - began
         return handle
 

@@ -29,6 +29,17 @@ class TailReader:
         """The newest entry known without asking."""
         return self._keep(self._client.tail)
 
+    def search(self, trajectory: str, after: int) -> tuple[Entry | None, Entry | None]:
+        """The generation of a state among the entries after an index, and the tail. Raises LogError within the log's own deadline."""
+        tail = self.read()
+        if tail is None or tail.index <= after:
+            return None, tail
+        if tail.index == after + 1 or tail.trajectory == trajectory:
+            found = [tail]
+        else:
+            found = self._log.entries(after=after)
+        return next((e for e in found if e.kind == "generation" and e.trajectory == trajectory), None), tail
+
     def _keep(self, entry: Entry | None) -> Entry | None:
         with self._lock:
             if entry is not None and (self._newest is None or entry.log != self._newest.log or entry.index > self._newest.index):

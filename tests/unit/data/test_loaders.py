@@ -12,7 +12,7 @@ from ftckpt.data.chain import Link, held
 from ftckpt.data.elastic import ElasticLoader
 from ftckpt.data.reel import Reel
 from ftckpt.data.sampler import ElasticSampler
-from ftckpt.errors import ConfigError, DataError
+from ftckpt.errors import AgentError, ConfigError, DataError
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.orphans import DataPolicy, Heritage
 
@@ -30,6 +30,7 @@ class World:
     def __init__(self, *, word: Any = "adopt", journal: dict[int, bytes] | None = None, links: tuple[Link, ...] | None = None) -> None:
         self.journal = journal if journal is not None else {}
         self.rank: int | None = 0
+        self.dies_at = -1  # draw at which the agent dies
         self.notes: list[str] = []
         self.replica: Any = SimpleNamespace(
             member=ME, counts={ME: 2}, samples=0, step=2, blank=False, heals_first=False, trajectory=SimpleNamespace(h="loaded"),
@@ -37,8 +38,9 @@ class World:
         )  # fmt: skip
         client = SimpleNamespace(
             draw=self._draw, recall=self._recall, note=lambda kind, text: self.notes.append(text),
-            config=SimpleNamespace(group_world_size=1, rank=0),
+            config=SimpleNamespace(group_world_size=1, rank=0), alive=True,
         )  # fmt: skip
+        self.client = client
         session: Any = SimpleNamespace(client=client, settings=SimpleNamespace(deadlines=SimpleNamespace(agent_send_s=1.0)))
         self.loaders = Loaders()
         self.loaders.add("loader", share(""))
@@ -55,6 +57,10 @@ class World:
         return reel.snapshot()
 
     def _draw(self, ordinal: int, state: bytes) -> None:
+        if self.dies_at == ordinal:
+            self.client.alive = False
+        if not self.client.alive:
+            raise AgentError("the agent is lost")
         self.journal = {o: s for o, s in self.journal.items() if o < ordinal} | {ordinal: state}
 
     def _recall(self, count: int, timeout: float) -> tuple[int, bytes] | None:
@@ -125,6 +131,26 @@ def test_states_drawn_before_a_heal_are_still_known_after_it() -> None:
     assert w.loaders.position(4)[0] == 4
     assert w.step() == 4
     assert w.loaders.position(9)[0] == 5  # draws that are done again replace those of before
+
+
+@pytest.mark.covers("I12", "I14")
+def test_draws_that_a_dying_agent_did_not_take_go_to_the_next_one() -> None:
+    w = World(links=())
+    w.step()
+    w.dies_at = 4
+    assert [w.step() for _ in range(2)] == [3, 4]  # the loop goes on; the trainer hears of the agent at its next step()
+    assert max(w.journal) == 3
+    w.client.alive, w.dies_at = True, -1
+    w.step()
+    assert sorted(w.journal) == [3, 4, 5, 6]
+
+
+@pytest.mark.covers("I14")
+def test_an_agent_that_lives_and_takes_no_draw_is_an_error() -> None:
+    w = World(links=())
+    w.client.draw = lambda ordinal, state: (_ for _ in ()).throw(AgentError("it did not take it in time"))
+    with pytest.raises(AgentError, match="in time"):
+        w.step()
 
 
 def test_shared_order_takes_no_options_of_loaders() -> None:

@@ -1,0 +1,94 @@
+"""What a trainer learns between steps of what goes on behind it: its own generation among others', and what has become of its state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ftckpt.commitlog.memory import MemoryLog
+from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import Trajectory, genesis
+from ftckpt.errors import Diverged, SaveFailed
+from ftckpt.trainer.background import Background
+from ftckpt.trainer.events import Events
+from ftckpt.trainer.handle import SaveHandle
+from ftckpt.trainer.tail import TailReader
+
+
+def states(count: int, nonce: int = 1) -> list[Trajectory]:
+    made = [genesis("job")]
+    for _ in range(count):
+        made.append(made[-1].advance([(1, nonce)]))
+    return made
+
+
+def generation(log: MemoryLog, state: Trajectory) -> Entry:
+    tail = log.tail()
+    index = tail.index if tail is not None else -1
+    entry = Entry(
+        index=0, kind="generation", log="", step=state.step, trajectory=state.h, prev=-1, base=index, attempt=state.h[:8], writer="w"
+    )
+    return log.append(entry, expect_tail=index)
+
+
+@pytest.mark.covers("I14", "B9")
+@pytest.mark.parametrize("known", [None, 0, 1], ids=["nothing-known", "older-known", "own-known"])
+def test_a_replica_that_does_not_write_finds_its_generation_behind_newer_ones(known: int | None) -> None:
+    log, made = MemoryLog("job"), states(4)
+    entries = [generation(log, made[s]) for s in (1, 2, 3)]
+    client: Any = SimpleNamespace(tail=None if known is None else entries[known])
+    reader = TailReader(log, client)
+    mine, never = made[2], made[4]
+
+    def handle(state: Trajectory) -> SaveHandle:
+        tail = client.tail
+        return SaveHandle(state.step, state.h, None, lambda: reader.search(state.h, tail.index - 1 if tail is not None else -1))
+
+    found = handle(mine)
+    assert found.wait(5.0) == entries[1]
+    assert found.committed
+    assert found.location == entries[1].location
+    generation(log, made[4].advance([(1, 1)]))
+    assert handle(never).wait(5.0) is None  # superseded by a later step
+
+
+class Rank:
+    """A rank whose agent found a state astray."""
+
+    def __init__(self, live: Trajectory) -> None:
+        log = MemoryLog("job")
+        generation(log, states(2)[2])
+        self.notes: list[str] = []
+        self.pending: list[Exception] = []
+        client = SimpleNamespace(
+            stray="the tail is not an ancestor", alive=True, tail=log.tail(), raise_pending=self._raise,
+            note=lambda kind, text, detail=None: self.notes.append(kind),
+        )  # fmt: skip
+        session: Any = SimpleNamespace(client=client)
+        self.replica: Any = SimpleNamespace(trajectory=live)
+        self.background = Background(session, TailReader(log, client), Events(), SimpleNamespace())  # type: ignore[arg-type]
+
+    def _raise(self) -> None:
+        if self.pending:
+            raise self.pending.pop()
+
+
+@pytest.mark.covers("I3", "I14")
+def test_a_state_that_the_log_has_left_behind_ends_the_process() -> None:
+    rank = Rank(states(3, nonce=2)[3])
+    with pytest.raises(Diverged, match="not an ancestor"):
+        rank.background.check(rank.replica)
+
+
+@pytest.mark.covers("I3", "I14")
+@pytest.mark.parametrize("live", [states(3)[3], Trajectory(-1, "0" * 64)], ids=["healed", "given-up"])
+def test_a_state_that_was_astray_and_was_given_up_does_not_end_the_process(live: Trajectory) -> None:
+    rank = Rank(live)
+    rank.pending = [Diverged("step 3 was not committed")]
+    rank.background.check(rank.replica)
+    assert rank.notes == ["fenced"]
+    rank.pending = [SaveFailed("disk full")]
+    with pytest.raises(SaveFailed, match="disk full"):
+        rank.background.check(rank.replica)
