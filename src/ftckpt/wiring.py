@@ -259,7 +259,7 @@ def vouching(log: CommitLog) -> str:
     return log.uuid() if log.tail() is not None else ""
 
 
-def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool = False) -> Marker:
+def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool = False, bind: bool = True) -> Marker:
     """Check that ``<root>/<job>`` is this job's and this log's, and mark it so (F30, F31). Called before anything is written.
 
     Safe to call from all ranks at once: the first marker wins, the others compare.
@@ -270,6 +270,7 @@ def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool
         log: the log's URL.
         uuid: of the log if it has entries (see ``vouching``), else empty: what an empty log means is for the recovery ladder.
         new_job: accept that the root has other jobs but not this one.
+        bind: also write down that this log vouches for the root; else it is only compared with the one that does.
 
     Raises:
         ConfigError: the directory belongs to another job or another log, or the root is occupied and this job is new there.
@@ -285,11 +286,12 @@ def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool
                 now="nothing was written",
                 todo="check the job's name; if it is meant to be new here: new_job=True, FTCKPT_NEW_JOB=1, or a root of its own",
             )
-        if store.put(f"{job}/{MARKER}", encode(want), if_absent=True):
-            return want
+        mark = want if bind else msgspec.structs.replace(want, log="")
+        if store.put(f"{job}/{MARKER}", encode(mark), if_absent=True):
+            return mark
         have = read_marker(store, job) or want
     check_marker(have, want, store.url)
-    if uuid and have.log != uuid:
+    if bind and uuid and have.log != uuid:
         store.put(f"{job}/{MARKER}", encode(want))
         return want
     return have

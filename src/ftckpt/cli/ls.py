@@ -35,17 +35,27 @@ def ls(
     lines = found.lines[::-1][: limit or None]
     if json:
         common.print_json(
-            {"job": job, "log": found.log, "total": len(found.lines), "entries": lines, "orphans": found.orphans, "damaged": found.damaged}
+            {
+                "job": job,
+                "log": found.log,
+                "total": len(found.lines),
+                "entries": lines,
+                "orphans": found.orphans,
+                "damaged": found.damaged,
+                "warnings": found.warnings,
+            }
         )
         return None
     out = common.console()
+    for text in found.warnings:
+        out.print(f"warning: {text}", markup=False, style="red")
     table = common.table(
         "#", "step", "trajectory", "bytes", "written", "by", "standing", "payload", "location", right=("#", "step", "bytes")
     )
     for line in lines:
         e = line.entry
         standing = line.standing + (f", pinned: {line.pin}" if line.pin is not None else "")
-        payload = f"open of #{e.base}" if e.kind == "open" else line.payload
+        payload = line.payload if e.kind == "generation" else "start from zero" if e.from_zero else f"start from #{e.base}"
         table.add_row(
             str(e.index), str(e.step), e.trajectory[:8], common.size(e.bytes), common.when(e.time), e.writer, standing, payload, e.location
         )

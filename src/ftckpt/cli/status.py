@@ -14,6 +14,7 @@ from ftckpt.errors import LogError
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
     from ftckpt.flows.inspect import Status
 
@@ -89,7 +90,8 @@ def _render(s: Status, silent: str = "") -> Group:
         state = f"{r.state}, writes" if r.replica in s.writers else r.state
         how = stands[r.replica]
         replicas.add_row(r.replica, state, str(r.step), r.trajectory[:8], f"{how.how} #{how.tail}", str(r.group_world_size), seen, detail)
-    parts = [head, replicas if s.replicas else Text("no replica has a line in the log")]
+    parts: list[Text | Table] = [head, *(Text(f"warning: {text}", style="red") for text in s.warnings)]
+    parts.append(replicas if s.replicas else Text("no replica has a line in the log"))
     if silent:
         parts.insert(0, Text(f"the log is silent since {common.when(s.time)}: {silent}", style="red"))
     split = [t for t in s.trajectories if t.how == "diverged"]

@@ -13,6 +13,7 @@ import msgspec
 from ftckpt.domain.trajectory import Trajectory
 
 RECORD_VERSION = 1
+REFERRING_VERSION = 2  # of a record with ``refers``: who does not know them would remove what they name
 MAX_ENTRY_BYTES = 8192
 
 
@@ -43,6 +44,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         time: seconds since the epoch, for people only; nothing is decided by it.
         participants: inline when they fit, else None (the manifest has them).
         metrics: numbers that the user recorded with the save.
+        refers: directories of earlier generations whose files hold some of its tensors, sorted.
+        via: indices of the generations through which it knows those files: appended only while their records exist, which
+            keep the files from being removed.
+        fresh: of an "open" without base: the user told to start from zero, whatever the root has.
     """
 
     version: int = RECORD_VERSION
@@ -61,6 +66,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     time: float = 0.0
     participants: tuple[Participant, ...] | None = None
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    refers: tuple[str, ...] = ()
+    via: tuple[int, ...] = ()
+    fresh: bool = False
+
+    @property
+    def from_zero(self) -> bool:
+        """Whether it opened a start from zero."""
+        return self.kind == "open" and self.base < 0
 
 
 class Append(msgspec.Struct, frozen=True):
@@ -116,7 +129,7 @@ def judge(tail: Entry | None, candidate: Trajectory) -> Verdict:
 
 def _seeds(tail: Entry, candidate: Trajectory) -> bool:
     """Whether the candidate is the untrained state that the tail, a start from zero, has opened: the seed of all that follows."""
-    return tail.kind == "open" and tail.base < 0 and candidate.h == tail.trajectory
+    return tail.from_zero and candidate.h == tail.trajectory
 
 
 def standing(tail: Entry | None, live: Trajectory) -> Literal["holds", "behind", "diverged", "unknown"]:

@@ -206,10 +206,9 @@ def _log_refusal(at: Situation) -> Refusal | None:
 def _newest(at: Situation, findings: Findings) -> Decision:
     tail = at.log.tail
     adopt = adoptable(at.log, at.found)
-    if tail is None and not adopt:
-        unexplained = tuple(f for f in at.found if f.step > 0)
-        if unexplained:
-            return _lost(at, unexplained)
+    unexplained = () if adopt else _unexplained(at)
+    if unexplained:
+        return _lost(at, unexplained)
     floor = tail.step if tail is not None else 0
     memory = [m for m in at.memory if m.trajectory.step >= max(floor, 1) and (tail is None or m.trajectory.holds(tail.trajectory))]
     rungs = [_Candidate(step=f.step, location=f.location, entry=None) for f in reversed(adopt)]
@@ -228,7 +227,7 @@ def _newest(at: Situation, findings: Findings) -> Decision:
     if best is not None:
         reasons = (f"memory of the agents on this host has step {best.trajectory.step} on the tail's trajectory", *_passed(rejected))
         return Choice(source="memory", step=best.trajectory.step, memory=best, tail=tail, reasons=reasons, rejected=tuple(rejected))
-    if not rejected and (tail is None or (tail.kind == "open" and tail.base < 0)):
+    if not rejected and (tail is None or tail.from_zero):
         why = (
             "neither the log nor the root has anything earlier"
             if tail is None
@@ -323,8 +322,35 @@ def _absent(at: Situation, wanted: str, request: Request, generations: Sequence[
     )
 
 
+def doubt(at: Situation) -> Refusal | None:
+    """Why this log cannot be the whole story of this root, as far as names tell; None if nothing speaks against it.
+
+    What resuming would refuse for, before any candidate is verified. Attempts of which none is complete are no doubt.
+    """
+    refusal = _log_refusal(at)
+    if refusal is not None or adoptable(at.log, at.found):
+        return refusal
+    lost = [f for f in _unexplained(at) if f.complete]
+    return _lost(at, lost) if lost else None
+
+
+def _unexplained(at: Situation) -> tuple[Found, ...]:
+    """Progress in the root that a log which begins at zero does not account for.
+
+    An empty log accounts for nothing. Where a start from zero is its newest entry, complete generations of other logs are
+    accounted for only if that start, or one before it, had the user's word.
+    """
+    tail, progress = at.log.tail, tuple(f for f in at.found if f.step > 0)
+    if tail is None:
+        return progress
+    if not tail.from_zero or any(e.fresh for e in at.log.entries):
+        return ()
+    recorded = {e.location for e in at.log.entries}
+    return tuple(f for f in progress if f.complete and f.location not in recorded and f.log != at.log.uuid)
+
+
 def _lost(at: Situation, found: Sequence[Found]) -> Refusal:
-    """The log is empty though the root has something (F26), or has only incomplete attempts (F7)."""
+    """The log is empty, or begins at zero, though the root has something (F26), or has only incomplete attempts (F7)."""
     complete = [f for f in found if f.complete]
     if not complete:
         return Refusal(
@@ -335,7 +361,8 @@ def _lost(at: Situation, found: Sequence[Found]) -> Refusal:
         )
     return Refusal(
         kind="ProgressExists",
-        what=f"the commit log of job {at.job!r} is empty, but the root has generations",
+        what=f"the commit log of job {at.job!r} {'is empty' if at.log.tail is None else 'begins at zero'}, but the root has generations"
+        + ("" if at.log.tail is None else " of another log"),
         lines=_listing(found, "the root has"),
         todo=f"check that the log's URL is the right one; if the log was lost: ftckpt log rebuild {at.job}; to begin anew all the same: fresh=True, ftckpt resume --fresh",
     )

@@ -24,9 +24,11 @@ import msgspec
 from ftckpt import wiring
 from ftckpt.commitlog.etcd_url import EtcdTarget, parse_url
 from ftckpt.config import Launch, Settings
-from ftckpt.errors import FtckptError
+from ftckpt.errors import FtckptError, NothingLoadable
 from ftckpt.flows.inspect import all_entries
+from ftckpt.flows.select import choose
 from ftckpt.link.budget import available_memory
+from ftckpt.ports import CommitLog
 
 Grade = Literal["ok", "note", "wrong"]
 LOW_SPACE = 3  # generations that should still fit
@@ -150,11 +152,29 @@ def _log(settings: Settings) -> tuple[list[Check], int]:
         try:
             tail, entries = log.tail(), all_entries(log)
             text = f"{log.url} answers; " + (f"{len(entries)} entries, tail #{tail.index}" if tail is not None else "empty")
+            checks = [Check(name="commit log", grade="ok", text=text), *_guarded("resume", lambda: _resume(settings, log))]
         finally:
             log.close()
     except FtckptError as e:
         return [Check(name="commit log", grade="wrong", text=e.what, todo=e.todo)], 0
-    return [Check(name="commit log", grade="ok", text=text)], next((e.bytes for e in reversed(entries) if e.bytes), 0)
+    return checks, next((e.bytes for e in reversed(entries) if e.bytes), 0)
+
+
+def _resume(settings: Settings, log: CommitLog) -> Iterator[Check]:
+    """What a start would take now; the log may answer and yet not be the one that goes with this root."""
+    store = wiring.open_store(settings.root)
+    try:
+        marker = wiring.read_marker(store, settings.job)
+        if marker is not None:
+            kind = wiring.log_url(settings.log, job=settings.job, root_url=settings.root).partition(":")[0]
+            wiring.check_marker(marker, wiring.Marker(job=settings.job, log_kind=kind, log=wiring.vouching(log)), store.url)
+        yield Check(name="resume", grade="ok", text=choose(log, store, settings.job).reasons[0])
+    except NothingLoadable as e:
+        if not any(r.state == "live" for r in log.replicas()):
+            raise
+        yield Check(name="resume", grade="note", text=f"{e.what.splitlines()[0]}; replicas are at work on the first one")
+    finally:
+        store.close()
 
 
 def _etcd(settings: Settings) -> Iterator[Check]:

@@ -7,8 +7,9 @@ import time
 import msgspec
 
 from ftckpt.domain.ledger import Entry, Participant
-from ftckpt.domain.lineage import lineage
+from ftckpt.domain.lineage import Found, LogView, lineage
 from ftckpt.domain.names import generation_dir
+from ftckpt.domain.sources import Situation, doubt
 from ftckpt.errors import Damaged, NotFound, StoreError
 from ftckpt.flows.read import open_generation, read_manifest
 from ftckpt.flows.rivals import STANDING, TAIL
@@ -16,6 +17,7 @@ from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
 from ftckpt.format.manifest import INTENT, Intent, Manifest, StateInfo, decode
 from ftckpt.ports import BlobStore, CommitLog, Event, ReplicaInfo
+from ftckpt.wiring import read_marker
 
 PAGE_ENTRIES = 1000
 
@@ -36,13 +38,17 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's log against its root; ``orphans`` are directories without record, ``damaged`` entries that cannot be read."""
+    """A job's log against its root; ``orphans`` are directories without record, ``damaged`` entries that cannot be read.
+
+    ``warnings`` say why this may not be the log that goes with this root.
+    """
 
     job: str
     log: str
     lines: tuple[Line, ...]
     orphans: tuple[tuple[str, str], ...]
     damaged: tuple[tuple[int, str], ...]
+    warnings: tuple[str, ...] = ()
 
 
 class TensorLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +112,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
             moves, or when the job has split.
         trajectories: how the replicas' states stand to the log.
         pending: attempts in the root that are not in the log, newest last.
+        warnings: why this may not be the log that goes with this root.
         time: when it was looked at, seconds since the epoch.
     """
 
@@ -120,6 +127,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pending: tuple[Pending, ...]
     events: tuple[Event, ...]
     time: float
+    warnings: tuple[str, ...] = ()
 
 
 def listing(log: CommitLog, store: BlobStore, job: str) -> Listing:
@@ -145,7 +153,22 @@ def listing(log: CommitLog, store: BlobStore, job: str) -> Listing:
 
     recorded = {e.location for e in entries}
     orphans = tuple((f.location, f.why or "complete, not in the log") for f in found.values() if f.location not in recorded)
-    return Listing(job=job, log=log.url, lines=tuple(line(e) for e in entries), orphans=orphans, damaged=damaged)
+    warnings = _warnings(store, job, LogView(uuid=log.uuid(), tail=tail, entries=tuple(entries), damaged=damaged), tuple(found.values()))
+    lines = tuple(line(e) for e in entries)
+    return Listing(job=job, log=log.url, lines=lines, orphans=orphans, damaged=damaged, warnings=warnings)
+
+
+def _warnings(store: BlobStore, job: str, seen: LogView, found: tuple[Found, ...]) -> tuple[str, ...]:
+    """Why this may not be the log that goes with this root."""
+    refusal = doubt(Situation(job=job, log=seen, found=found))
+    texts = [] if refusal is None else [f"{refusal.what}: {refusal.todo}"]
+    try:
+        marker = read_marker(store, job)
+    except (Damaged, StoreError) as e:
+        return (*texts, e.what)
+    if marker is not None and marker.log and seen.tail is not None and marker.log != seen.uuid:
+        texts.append(f"the root is vouched for by log {marker.log} ({marker.log_kind}), this is log {seen.uuid}: give the right --log")
+    return tuple(texts)
 
 
 def _other(entry: Entry, manifest: str) -> str:
@@ -238,15 +261,15 @@ def status(log: CommitLog, store: BlobStore | None, job: str, *, events: int = 1
     Raises:
         LogError: the log cannot be read.
     """
-    pending = () if store is None else _attempts(store, job)  # before the log: what is recorded meanwhile is not under way any more
+    found, pending = ((), ()) if store is None else _attempts(store, job)  # before the log: what is recorded meanwhile is not under way
     entries = all_entries(log)
     recorded = {e.location for e in entries}
-    replicas = tuple(log.replicas())
+    replicas, tail, uuid = tuple(log.replicas()), log.tail(), log.uuid()
     return Status(
         job=job,
         log=log.url,
-        uuid=log.uuid(),
-        tail=log.tail(),
+        uuid=uuid,
+        tail=tail,
         generations=sum(e.kind == "generation" for e in entries),
         replicas=replicas,
         writers=tuple(r.replica for r in replicas if r.state == "live" and r.detail.get("writer") == 1),
@@ -254,18 +277,20 @@ def status(log: CommitLog, store: BlobStore | None, job: str, *, events: int = 1
         pending=tuple(p for p in pending if p.location not in recorded),
         events=tuple(log.events(limit=events)),
         time=time.time(),
+        warnings=() if store is None else _warnings(store, job, LogView(uuid=uuid, tail=tail, entries=tuple(entries)), found),
     )
 
 
-def _attempts(store: BlobStore, job: str) -> tuple[Pending, ...]:
-    """Every generation directory as if none had a record."""
+def _attempts(store: BlobStore, job: str) -> tuple[tuple[Found, ...], tuple[Pending, ...]]:
+    """Every generation directory, also as if none had a record."""
     try:
-        return tuple(
+        found = scan(store, job)
+        return found, tuple(
             Pending(location=f.location, step=f.step, writer=_writer(store, job, f.location), why=f.why or "complete, not in the log yet")
-            for f in scan(store, job)
+            for f in found
         )
     except (StoreError, Damaged) as e:
-        return (Pending(location="", step=-1, writer="", why=e.what),)
+        return (), (Pending(location="", step=-1, writer="", why=e.what),)
 
 
 def _writer(store: BlobStore, job: str, location: str) -> str:

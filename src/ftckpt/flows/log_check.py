@@ -8,6 +8,7 @@ import msgspec
 
 from ftckpt.domain.ledger import Append, judge
 from ftckpt.domain.lineage import Found, LogView, adoptable
+from ftckpt.domain.sources import Situation, doubt
 from ftckpt.errors import LogUnreachable
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
@@ -52,6 +53,7 @@ def log_check(log: CommitLog, store: BlobStore, job: str) -> LogCheck:
     findings += [_error(index, "", f"entry cannot be read: {why}") for index, why in seen.damaged]
     findings += _records(seen, {f.location: f for f in found})
     findings += _order(seen)
+    findings += _doubts(job, seen, found)
     findings += _orphans(seen, found)
     return LogCheck(entries=len(seen.entries), directories=len(found), findings=tuple(findings))
 
@@ -88,21 +90,39 @@ def _order(seen: LogView) -> list[Finding]:
     return out
 
 
+def _doubts(job: str, seen: LogView, found: tuple[Found, ...]) -> list[Finding]:
+    """What speaks against this log being the one that goes with this root."""
+    last = seen.tail.index if seen.tail is not None else -1
+    ahead = [f for f in found if _ahead(f, seen)]
+    if ahead:
+        return [
+            _error(-1, f.location, f"it was written after #{f.known_tail}, but the log ends at #{last}: the log went back") for f in ahead
+        ]
+    refusal = doubt(Situation(job=job, log=seen, found=found)) if seen.state == "ok" else None
+    return [] if refusal is None else [_error(-1, "", f"{refusal.what} ({len(refusal.lines)}); {refusal.todo}")]
+
+
+def _ahead(f: Found, seen: LogView) -> bool:
+    """Whether its writer knew more of this log than is there."""
+    return bool(f.log) and f.log == seen.uuid and f.known_tail > (seen.tail.index if seen.tail is not None else -1)
+
+
 def _orphans(seen: LogView, found: tuple[Found, ...]) -> list[Finding]:
     recorded = {e.location for e in seen.entries}
     fit = {f.location for f in adoptable(seen, found)}
-    last = seen.tail.index if seen.tail is not None else -1
+    back = any(_ahead(f, seen) for f in found)
     out = []
     for f in found:
-        if f.log and f.log == seen.uuid and f.known_tail > last:
-            out.append(_error(-1, f.location, f"it was written after #{f.known_tail}, but the log ends at #{last}: the log went back"))
         if f.location in recorded:
             continue
+        fits = f.trajectory is not None and isinstance(judge(seen.tail, f.trajectory), Append)
         if f.why:
             text = f"not in the log: {f.why}"
+        elif back and fits:
+            text = "complete and not in the log, which went back: only `ftckpt log rebuild` takes it in"
         elif f.location in fit:
             text = "complete and not in the log; the next start appends it"
-        elif f.trajectory is not None and isinstance(judge(seen.tail, f.trajectory), Append):
+        elif fits:
             text = f"complete and not in the log; it was written under log {f.log or '(none)'}, so only `ftckpt log rebuild` takes it in"
         else:
             text = "complete and not in the log; it may not be appended any more (superseded, or another branch)"

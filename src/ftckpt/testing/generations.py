@@ -154,8 +154,10 @@ def append(log: CommitLog, entry: Entry, at: Trajectory) -> Entry:
     return log.append(entry, expect_tail=verdict.expect_tail)
 
 
-def open_entry(log: CommitLog, base: Entry | None, trajectory: Trajectory, *, attempt: str = "0000000a") -> tuple[Entry, Trajectory]:
-    """Append an ``open`` of ``base`` (None: of nothing), whose state has ``trajectory``.
+def open_entry(
+    log: CommitLog, base: Entry | None, trajectory: Trajectory, *, attempt: str = "0000000a", fresh: bool = False
+) -> tuple[Entry, Trajectory]:
+    """Append an ``open`` of ``base`` (None: of nothing; ``fresh``: told so), whose state has ``trajectory``.
 
     Returns:
         The entry, and the trajectory to go on from.
@@ -172,6 +174,7 @@ def open_entry(log: CommitLog, base: Entry | None, trajectory: Trajectory, *, at
         base=base.index if base is not None else -1,
         attempt=attempt,
         writer="replica-0",
+        fresh=fresh,
     )
     return log.append(entry, expect_tail=tail.index if tail is not None else -1), after
 

@@ -68,7 +68,7 @@ def open_agent(settings: Settings, parts: Opened) -> AgentClient:
     same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
     group.check_equal("settings", same.encode(), what="job, root, log and replica")
     url = log_url(settings.log, job=settings.job, root_url=settings.root)
-    claim_root(parts.store, settings.job, log=url, uuid=vouching(parts.log), new_job=settings.new_job)
+    claim_root(parts.store, settings.job, log=url, uuid=vouching(parts.log), new_job=settings.new_job, bind=False)
     told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
     return AgentClient.open(told, on_warning=_warn)
 

@@ -158,7 +158,7 @@ class Resumer:
             NothingLoadable: it cannot be loaded; this process must end and be started again.
         """
         tail = self._log.entry(index)
-        if tail.kind == "open" and tail.base < 0:
+        if tail.from_zero:
             raise NothingLoadable(
                 f"the tail #{index} says to start from zero, which a live process cannot", todo="start this replica again"
             )
@@ -255,7 +255,7 @@ class Resumer:
     def _begin(self, choice: Choice, opening: str, began: float) -> ResumeReport:
         trajectory = genesis(self._job) if choice.opens else self._loader.trajectory(None, choice.tail)
         if choice.opens or self._fence:
-            trajectory = self._open(trajectory, -1, choice.tail, opening)
+            trajectory = self._open(trajectory, -1, choice.tail, opening, fresh=choice.source == "fresh")
         self._replica.adopt(trajectory, {}, 0, 0)
         return ResumeReport(source=choice.source, step=0, reasons=choice.reasons, seconds=time.monotonic() - began)
 
@@ -263,7 +263,7 @@ class Resumer:
         m = loaded.manifest
         self._replica.adopt(trajectory, {int(k): v for k, v in m.counts.items()}, m.samples, m.batches_committed)
 
-    def _open(self, base: Trajectory, index: int, tail: Entry | None, opening: str) -> Trajectory:
+    def _open(self, base: Trajectory, index: int, tail: Entry | None, opening: str, *, fresh: bool = False) -> Trajectory:
         """Append an ``open`` entry; another replica's with the same attempt is as good."""
         if not self._writes:
             return base
@@ -282,6 +282,7 @@ class Resumer:
                 attempt=attempt,
                 writer=self._replica.replica,
                 time=time.time(),
+                fresh=fresh,
             )
             last = tail.index if tail is not None else -1
             try:

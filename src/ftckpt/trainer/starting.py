@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Collection
+from typing import SupportsIndex
 
 import msgspec
 
@@ -139,6 +141,7 @@ class Starter:
         return report
 
     def _asked(self, step: int | None, generation: int | str | None, fresh: bool) -> tuple[Request, str]:
+        step, generation = _asked_step(step), _asked_generation(generation)
         if sum((step is not None, generation is not None, fresh)) > 1:
             raise ConfigError("step, generation and fresh exclude one another", todo="give one of them")
         if self._restarts and (step is not None or generation is not None or fresh):
@@ -165,3 +168,35 @@ class Starter:
     def _early(self, call: str) -> None:
         if self.done:
             raise ConfigError(f"{call} comes before resume()", now="nothing was loaded", todo="call it before resume()")
+
+
+def _asked_step(step: object) -> int | None:
+    """A step as it was asked for, or a word about what it should be."""
+    if step is None:
+        return None
+    number = _whole(step)
+    if number is None or number < 0:
+        raise ConfigError(f"step={step!r} is no step", now="nothing was loaded", todo="give the number of a step, 0 or greater, as an int")
+    return number
+
+
+def _asked_generation(generation: object) -> int | str | None:
+    """A generation by index or directory; "3" and "#3" are the index, as on the command line."""
+    if generation is None:
+        return None
+    number = _whole(generation)
+    if number is None and isinstance(generation, str) and generation:
+        text = generation.removeprefix("#")
+        return int(text) if text.isdecimal() else generation
+    if number is None or number < 0:
+        raise ConfigError(
+            f"generation={generation!r} is no generation",
+            now="nothing was loaded",
+            todo="give its index in the log (an int) or its directory's name: ftckpt ls lists both",
+        )
+    return number
+
+
+def _whole(value: object) -> int | None:
+    """A whole number of any integer type; a truth value is none."""
+    return operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None

@@ -98,6 +98,23 @@ def test_a_lost_log_is_never_taken_for_a_new_job(jobs: Jobs) -> None:
     assert "ftckpt log rebuild" in run.of("error")[0]["text"]
 
 
+@pytest.mark.covers("I8", "F26")
+def test_a_foreign_log_that_begins_at_zero_is_no_word_to_begin_at_zero(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Jobs(tmp_path / "other")
+    other.run("--steps", 0, "--every", 0)  # leaves a start from zero in its log, and nothing else
+    foreign = f"sqlite://{other.root}/job/commit-log.sqlite3"
+    jobs.run(*FIRST)
+    (jobs.root / "job" / "job.json").unlink()
+    refused = jobs.run(*FIRST, "--commit-log", foreign)
+    assert refused.status == 7, refused.lines
+    assert "begins at zero" in refused.of("error")[0]["text"]
+    assert jobs.run("--steps", 13, "--every", 0).of("resumed")[0]["step"] == 12, "the refused log is not taken for the root's"
+    (jobs.root / "job" / "job.json").unlink()
+    assert jobs.run("--steps", 2, "--every", 0, "--fresh", "--commit-log", foreign).of("resumed")[0]["step"] == 0
+    assert jobs.run("--steps", 3, "--every", 0, "--commit-log", foreign).status == 0
+
+
 @pytest.mark.covers("F27", "A10")
 def test_a_step_that_does_not_exist_is_an_error_that_lists_those_that_do(jobs: Jobs) -> None:
     jobs.run(*FIRST)

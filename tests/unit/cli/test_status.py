@@ -81,6 +81,16 @@ def test_an_attempt_under_way_is_shown_with_its_writer_until_it_is_recorded(job:
     assert status(job.log, job.store, JOB).pending == ()
 
 
+@pytest.mark.covers("F26", "I8")
+def test_an_empty_log_beside_generations_is_warned_of(job: World) -> None:
+    assert status(job.log, job.store, JOB).warnings == ()
+    (job.root / JOB / "commit-log.sqlite3").unlink()
+    now = status(job.log, job.store, JOB)
+    assert len(now.warnings) == 1
+    assert "is empty, but the root has generations" in now.warnings[0]
+    assert "warning: the commit log" in shown(_render(now))
+
+
 @pytest.mark.covers("F60")
 def test_a_replica_started_again_and_again_has_one_line_and_none_once_it_is_gone(job: World) -> None:
     for life in range(5):

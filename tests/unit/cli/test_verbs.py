@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import typer
 
-from ftckpt import cli
+from ftckpt import cli, wiring
 from ftckpt.cli.app import build
-from ftckpt.testing.generations import flip
+from ftckpt.domain.trajectory import genesis
+from ftckpt.testing.generations import flip, open_entry
 from unit.flows.flowkit import JOB, World, world
 
 SHARD = "shard-00001-of-00002.safetensors"
@@ -207,12 +208,46 @@ def test_an_unreachable_log_ends_every_verb_with_5(ftckpt: Any, job: World, verb
     assert "LogUnreachable" in ran.err
 
 
+@pytest.mark.covers("F26", "I8")
+def test_every_verb_that_looks_says_that_an_empty_log_cannot_be_the_roots(ftckpt: Any, job: World) -> None:
+    (job.root / JOB / "commit-log.sqlite3").unlink()
+    said = "is empty, but the root has generations"
+    assert said in ftckpt("ls", JOB).out
+    assert said in ftckpt("status", JOB, "--json").json["warnings"][0]
+    checked = ftckpt("log", "check", JOB)
+    assert (checked.status, said in checked.out) == (4, True)
+    doctor = ftckpt("doctor", JOB, "--json")
+    resume = next(c for c in doctor.json["checks"] if c["name"] == "resume")
+    assert (doctor.status, resume["grade"], said in resume["text"], "log rebuild" in resume["todo"]) == (1, "wrong", True, True)
+
+
+@pytest.mark.covers("I8")
+def test_a_log_that_is_not_the_roots_is_said(ftckpt: Any, job: World, tmp_path: Path) -> None:
+    wiring.claim_root(job.store, JOB, log=job.log.url, uuid=job.log.uuid())
+    with world(tmp_path / "elsewhere", 3) as other:
+        doctor = ftckpt("doctor", JOB, "--log", other.log.url, "--json")
+        resume = next(c for c in doctor.json["checks"] if c["name"] == "resume")
+        assert (resume["grade"], "give the right --log" in resume["todo"]) == ("wrong", True)
+        assert "give the right --log" in ftckpt("status", JOB, "--log", other.log.url, "--json").json["warnings"][0]
+        assert "give the right --log" in ftckpt("ls", JOB, "--log", other.log.url).out
+
+
+def test_a_start_is_listed_with_what_it_started_from(ftckpt: Any, job: World) -> None:
+    open_entry(job.log, None, genesis(JOB))
+    open_entry(job.log, job.entries[0], job.states[0], attempt="0000000b")
+    rows = ftckpt("ls", JOB).out.splitlines()
+    assert any("start from zero" in row for row in rows)
+    assert any("start from #0" in row for row in rows)
+
+
 # ---------------------------------------------------------------- doctor, run
 @pytest.mark.covers("F71")
 def test_doctor_grades_and_ends_with_1_when_something_is_wrong(ftckpt: Any, job: World, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = {c["name"]: c for c in ftckpt("doctor", JOB, "--json").json["checks"]}
     assert checks["root"]["grade"] == "ok"
     assert "2 entries" in checks["commit log"]["text"]
+    assert checks["resume"] == {"name": "resume", "grade": "ok", "text": checks["resume"]["text"], "todo": ""}
+    assert "#1, step 10" in checks["resume"]["text"]
     assert "torch" in checks["versions"]["text"]
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:9")
     ran = ftckpt("doctor", JOB, "--log", "etcd://127.0.0.1:9", "--timeout", "0.5", "--json")

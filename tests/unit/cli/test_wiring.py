@@ -139,7 +139,7 @@ def test_after_a_lost_log_a_fresh_start_is_possible_and_stays_so(tmp_path: Path)
         with pytest.raises(ProgressExists):
             choose(w.log, w.store, JOB, adopt=True)
         assert choose(w.log, w.store, JOB, Fresh(), adopt=True).source == "fresh"
-        open_entry(w.log, None, genesis(JOB))
+        open_entry(w.log, None, genesis(JOB), fresh=True)
         claim_root(w.store, JOB, log=w.log.url, uuid=vouching(w.log))
         assert choose(w.log, w.store, JOB, adopt=True).source == "new"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from ftckpt.domain.sources import (
     Request,
     Situation,
     decide,
+    doubt,
 )
 from ftckpt.domain.trajectory import Trajectory, genesis
 
@@ -148,6 +150,41 @@ def test_a_job_that_was_started_afresh_goes_on_from_zero_until_it_has_committed(
     assert chosen(Situation(job="gpt", log=log)).source == "new"
     later = generation(4, after.advance([(1, 1)]), base=-1)
     assert chosen(Situation(job="gpt", log=view(*log.entries, later))).location == "dir4"
+
+
+@pytest.mark.covers("I8", "F26")
+def test_a_foreign_log_that_begins_at_zero_does_not_account_for_what_the_root_has() -> None:
+    entry, _ = opening(0, -1, genesis("gpt"))
+    at = Situation(job="gpt", log=view(entry), found=(found(A, "dirA", log="log-0"), found(B, "dirB", log="")))
+    refusal = refused(at)
+    assert (refusal.kind, len(refusal.lines)) == ("ProgressExists", 2)
+    assert "begins at zero" in refusal.what
+    assert doubt(at) == refusal
+    assert chosen(at, Fresh()).source == "fresh"
+    own = Situation(job="gpt", log=view(entry), found=(found(A, "dirA", why="no manifest"),))
+    assert (chosen(own).source, doubt(own)) == ("new", None)
+
+
+@pytest.mark.covers("I8")
+def test_a_start_from_zero_with_the_users_word_leaves_other_logs_generations_behind_for_good() -> None:
+    entry, after = opening(0, -1, genesis("gpt"))
+    again, _ = opening(1, -1, after)
+    told = view(msgspec.structs.replace(entry, fresh=True), again)
+    at = Situation(job="gpt", log=told, found=(found(A, "dirA", log="log-0"),))
+    assert (chosen(at).source, doubt(at)) == ("new", None)
+
+
+@pytest.mark.covers("I8", "F26", "F81")
+def test_what_speaks_against_a_log_is_said_before_anything_is_verified() -> None:
+    complete, part = found(A, "dirA", log="log-0"), Found(location="dirB", step=9, why="no manifest")
+    assert doubt(Situation(job="gpt", log=view(), found=(part,))) is None
+    assert doubt(Situation(job="gpt", log=THREE, found=(complete,))) is None
+    empty = doubt(Situation(job="gpt", log=view(), found=(complete, part)))
+    assert empty is not None
+    assert (empty.kind, len(empty.lines)) == ("ProgressExists", 1)
+    back = doubt(Situation(job="gpt", log=view(generation(0, A)), found=(found(C, "dirC", known=1),)))
+    assert back is not None
+    assert back.kind == "LogRegressed"
 
 
 @pytest.mark.covers("F81", "I8")

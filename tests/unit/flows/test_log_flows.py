@@ -61,7 +61,23 @@ def test_a_log_that_went_back_is_an_error(tmp_path: Path) -> None:
         w.save(10)
         w.save(15)
         (w.root / JOB / "commit-log.sqlite3").write_bytes(backup)
-        assert any("the log went back" in text for _, text in errors(log_check(w.log, w.store, JOB)))
+        check = log_check(w.log, w.store, JOB)
+        assert any("the log went back" in text for _, text in errors(check))
+        notes = [f.text for f in check.findings if f.grade == "note"]
+        assert len(notes) == 2
+        assert all("only `ftckpt log rebuild`" in text for text in notes)
+        assert not any("next start appends" in text for text in notes)
+
+
+@pytest.mark.covers("F26", "I8")
+def test_an_empty_log_beside_generations_is_an_error(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        lose(w)
+        check = log_check(w.log, w.store, JOB)
+        assert not check.sound
+        (said,) = errors(check)
+        assert "is empty, but the root has generations" in said[1]
+        assert "ftckpt log rebuild" in said[1]
 
 
 @pytest.mark.covers("I13", "D2", "F26")
