@@ -29,8 +29,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         job: name of the training run.
-        root: URL or path of the store.
-        log: URL of the commit log; empty: SQLite beside the job's generations.
+        root: URL or path of the store; with ``durable`` its first tier, near and fast.
+        durable: URL or path of the durable tier, to which generations are copied in the background; empty: the root is it.
+        acknowledge: with ``durable``: the tier that must hold a generation before it is committed.
+        keep_local: with ``durable``: how many of the newest generations stay in the first tier too; None: as many as ``keep`` says.
+        log: URL of the commit log; empty: SQLite beside the job's generations (in the durable tier, where there is one).
         replica: stable name of this replica group.
         agent_host: address that the agent listens on; empty: serve nobody.
         agent_port: port for rank 0's agent (rank r: plus r); 0: any.
@@ -57,6 +60,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str = ""
     root: str = ""
+    durable: str = ""
+    acknowledge: Literal["durable", "first"] = "durable"
+    keep_local: int | None = None
     log: str = ""
     replica: str = "solo"
     agent_host: str = "127.0.0.1"
@@ -124,7 +130,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for key in ("secret_file", "agent_tls_cert", "agent_tls_key", "agent_tls_ca"):
             if getattr(self, key) and not Path(getattr(self, key)).is_file():
                 wrong.append(f"{self.say(key)}: there is no such file")
-        return wrong + self._replica_problems() + self.deadlines.problems()
+        return wrong + self._tier_problems() + self._replica_problems() + self.deadlines.problems()
 
     def validate(self, need: tuple[str, ...] = ()) -> Settings:
         """Return itself if everything fits.
@@ -140,6 +146,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 todo="correct them all and start again",
             )
         return self
+
+    def _tier_problems(self) -> list[str]:
+        wrong = []
+        if self.keep_local is not None and self.keep_local < 1:
+            wrong.append(f"{self.say('keep_local')}: must be at least 1; to keep as many as keep says leave it out")
+        if not self.durable:
+            for key, default in (("acknowledge", "durable"), ("keep_local", None)):
+                if getattr(self, key) != default:
+                    wrong.append(f"{self.say(key)}: there is no durable tier; give durable=, {env_name('durable')}")
+        elif self.durable.rstrip("/") == self.root.rstrip("/"):
+            wrong.append(f"{self.say('durable')} is the root itself: name another store, or leave it out")
+        return wrong
 
     def _replica_problems(self) -> list[str]:
         low, high = self.min_replica_size, self.max_replicas

@@ -199,9 +199,16 @@ class CommitLog(Protocol):
     def events(self, *, limit: int = 100, timeout: float | None = None) -> list[Event]: ...
 
     def place(self, index: int, tier: str, url: str, *, timeout: float | None = None) -> None:
-        """Record where else a generation's payload is."""
+        """Note where a generation's payload is. Raises NotFound if it has no record."""
 
-    def placements(self, index: int, *, timeout: float | None = None) -> dict[str, str]: ...
+    def displace(self, index: int, tier: str, *, timeout: float | None = None) -> None:
+        """Take such a note away: the payload is not there any more."""
+
+    def placements(self, index: int, *, timeout: float | None = None) -> dict[str, str]:
+        """Where a generation is, as far as noted: URL by tier. A hint; what is there is seen by looking."""
+
+    def placed(self, *, timeout: float | None = None) -> dict[int, dict[str, str]]:
+        """The same of every generation that has any, by index."""
 
     def secret(self, candidate: bytes, *, timeout: float | None = None) -> bytes:
         """The job's secret kept under the log's access rights; ``candidate`` becomes it if there is none yet."""

@@ -5,9 +5,10 @@ It decides nothing about generations, and writes nothing but ``<root>/<job>/job.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -21,9 +22,12 @@ from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.format.manifest import decode, encode
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.stores.tiered import FIRST, Acknowledge, LateStore, TieredStore, tiers_of
 
 if TYPE_CHECKING:
     from ftckpt.commitlog.memory import MemoryStore as LogMemory
+
+logger = logging.getLogger("ftckpt")
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
 STORE_SCHEMES = ("file", *OBJECT_SCHEMES, "memory")
@@ -35,12 +39,13 @@ SECRET_BYTES = 16  # at least
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
-    """``<root>/<job>/job.json``: whose directory this is, and which log vouches for it."""
+    """``<root>/<job>/job.json``: whose directory this is, which log vouches for it, and of a first tier the durable one's URL."""
 
     version: int = 1
     job: str
     log_kind: str
     log: str = ""  # uuid, once known
+    durable: str = ""
 
 
 # ---------------------------------------------------------------- stores
@@ -92,6 +97,55 @@ def open_store(root_url: str, *, create: bool = False, write: bool = False) -> B
     from ftckpt.stores.local import LocalStore
 
     return LocalStore(path)
+
+
+def open_root(
+    root: str, durable: str = "", *, acknowledge: Acknowledge = "durable", create: bool = False, write: bool = False
+) -> BlobStore:
+    """Open a root, or two tiers as one. The durable tier is opened when it is first needed: it may be down now.
+
+    Args:
+        root: path or URL; with ``durable`` of the first tier.
+        durable: path or URL of the durable tier; empty: there is one tier only.
+        acknowledge: the tier that must hold a generation before its record is appended.
+        create: make a directory that is missing; else a missing first tier leaves the durable one alone.
+        write: also check that the root (or first tier) can be written.
+
+    Raises:
+        As :func:`open_store`, of the root or first tier.
+    """
+    if not durable:
+        return open_store(root, create=create, write=write)
+    url = root_as_url(durable)
+    try:
+        first = open_store(root, create=create, write=write)
+    except NotFound:
+        return open_store(url, write=write)
+    return TieredStore(first, LateStore(url, partial(open_store, url)), acknowledge=acknowledge)
+
+
+def home(root: str, durable: str = "") -> str:
+    """The root that the job lives in for good, beside which the embedded log is: the durable tier where there is one."""
+    return durable or root
+
+
+def durable_tier(given: Settings) -> str:
+    """The durable tier of a job as its readers need it: as given, else as the marker in the first tier says; empty if there is none.
+
+    Raises:
+        Damaged: the marker cannot be read.
+    """
+    if given.durable or not given.job:
+        return given.durable
+    try:
+        store = open_store(given.root)
+    except (NotFound, StoreError):
+        return ""
+    try:
+        marker = read_marker(store, given.job)
+    finally:
+        store.close()
+    return marker.durable if marker is not None else ""
 
 
 def _object_store(url: str) -> BlobStore:
@@ -277,7 +331,14 @@ def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool
     """
     check_name("job", job)
     want = Marker(job=job, log_kind=urlsplit(log).scheme, log=uuid)
-    have = read_marker(store, job)
+    if isinstance(store, TieredStore):
+        return _claim_tiers(store, want, new_job=new_job, bind=bind)
+    return _claim(store, want, new_job=new_job, bind=bind)
+
+
+def _claim(store: BlobStore, want: Marker, *, new_job: bool, bind: bool) -> Marker:
+    """The same for one tier."""
+    job, have = want.job, read_marker(store, want.job)
     if have is None:
         others = [] if new_job or store.listdir(generations_dir(job)) else [name for name in jobs_in(store) if name != job]
         if others:
@@ -291,10 +352,56 @@ def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool
             return mark
         have = read_marker(store, job) or want
     check_marker(have, want, store.url)
-    if bind and uuid and have.log != uuid:
+    _check_durable(have, want, store.url)
+    log = want.log if bind and want.log else have.log
+    if (log, want.durable) != (have.log, have.durable):
+        want = msgspec.structs.replace(want, log=log)
         store.put(f"{job}/{MARKER}", encode(want))
         return want
     return have
+
+
+def _claim_tiers(store: TieredStore, far: Marker, *, new_job: bool, bind: bool) -> Marker:
+    """Claim both tiers, the durable one first; that one may be down where the first was bound to it before.
+
+    Raises:
+        ConfigError: as ``claim_root``, of either; the durable tier has lost what it had. StoreError: it does not answer.
+    """
+    near, have = msgspec.structs.replace(far, durable=store.durable.url), read_marker(store.first, far.job)
+    bound = have is not None and bool(have.durable)
+    if have is not None:
+        check_marker(have, near, store.first.url)
+        _check_durable(have, near, store.first.url)
+    try:
+        there: Marker | None = read_marker(store.durable, far.job)
+        if there is None and bound:
+            raise ConfigError(
+                f"durable tier {store.durable.url} has nothing of job {far.job!r}, which it had: it is not mounted, or was emptied",
+                now="nothing was written",
+                todo=f"mount it; if it was emptied on purpose, remove {far.job}/{MARKER} of the first tier {store.first.url}",
+            )
+        _claim(store.durable, far, new_job=new_job or have is not None, bind=bind)
+    except StoreError as e:
+        if not bound:
+            raise
+        logger.warning("the durable tier does not answer; going on with the first tier, which was bound to it before: %s", e.what)
+        there = far
+    return _claim(store.first, near, new_job=new_job or there is not None, bind=bind)
+
+
+def _check_durable(have: Marker, want: Marker, where: str) -> None:
+    """A first tier belongs to one durable tier.
+
+    Raises:
+        ConfigError: it was bound to another one.
+    """
+    if have.durable and have.durable.partition("?")[0] != want.durable.partition("?")[0]:
+        said = f"durable={want.durable!r} was given" if want.durable else "no durable tier was given"
+        raise ConfigError(
+            f"{where}/{have.job} is the first tier of {have.durable}, and {said}",
+            now="nothing was written",
+            todo=f"give durable={have.durable!r}; to use another one, copy the generations there (ftckpt cp) and remove {have.job}/{MARKER} here",
+        )
 
 
 def check_marker(have: Marker, want: Marker, where: str) -> None:
@@ -319,7 +426,10 @@ def check_marker(have: Marker, want: Marker, where: str) -> None:
 
 def remark(store: BlobStore, job: str, *, log: str, uuid: str) -> None:
     """Bind a root to another log: only by ``ftckpt log rebuild``, or with the user's word to start from zero."""
-    store.put(f"{job}/{MARKER}", encode(Marker(job=job, log_kind=urlsplit(log).scheme, log=uuid)))
+    marker = Marker(job=job, log_kind=urlsplit(log).scheme, log=uuid)
+    for tier in reversed(tiers_of(store)):
+        near = store.durable.url if isinstance(store, TieredStore) and tier[0] == FIRST else ""
+        tier[1].put(f"{job}/{MARKER}", encode(msgspec.structs.replace(marker, durable=near)))
 
 
 # ---------------------------------------------------------------- agents
@@ -332,10 +442,12 @@ def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarn
     d = settings.deadlines
     return AgentConfig(
         job=settings.job, replica=settings.replica, rank=rank, group_world_size=group_world_size, incarnation=incarnation,
-        root=root_as_url(settings.root), log=log_url(settings.log, job=settings.job, root_url=settings.root),
+        root=root_as_url(settings.root), durable=root_as_url(settings.durable) if settings.durable else "",
+        acknowledge=settings.acknowledge, keep_local=settings.keep_local,
+        log=log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable)),
         runtime_dir=settings.runtime_dir, log_dir=settings.log_dir, state_dir=settings.state_dir,
         host=settings.agent_host, port=settings.agent_port + rank if settings.agent_port else 0, advertise=settings.agent_advertise,
-        secret=job_secret(settings), tls_cert=settings.agent_tls_cert, tls_key=settings.agent_tls_key, linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,
+        secret=job_secret(settings), tls_cert=settings.agent_tls_cert, tls_key=settings.agent_tls_key, tls_ca=settings.agent_tls_ca, linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,
         receipts_s=d.receipts_s, cursors_s=d.cursors_s, cursor_search_s=d.cursor_search_s, commit_linger_s=d.commit_linger_s,
         term_budget_s=d.term_s, log_timeout_s=d.log_s, tail_poll_s=d.tail_poll_s, registry_ttl_s=d.registry_ttl_s,
         nice=settings.nice, persist_threads=settings.persist_threads, keep=str(parse_keep(settings.keep)), gc_s=d.gc_s,

@@ -14,7 +14,7 @@ from ftckpt.commitlog.keyvalue import (
     Range,
     span,
 )
-from ftckpt.commitlog.session import index_of, name_of
+from ftckpt.commitlog.session import PAGE, index_of, name_of
 from ftckpt.errors import NotFound
 
 
@@ -64,6 +64,34 @@ class BesideRecords(JobWide):
         """See :class:`ftckpt.ports.CommitLog`."""
         log, results = self._read(lambda log: [Range(*span(self._keys.of("placements", log, index) + "/"))], self._deadline(timeout))
         return {name_of(item): item.value.decode(errors="replace") for item in results[0]} if log else {}
+
+    def displace(self, index: int, tier: str, *, timeout: float | None = None) -> None:
+        """See :class:`ftckpt.ports.CommitLog`. A placement that is not there is no error."""
+        self._write(lambda log: ([], [Delete(self._keys.of("placements", log, index, tier))], []), self._deadline(timeout), create=False)
+
+    def placed(self, *, timeout: float | None = None) -> dict[int, dict[str, str]]:
+        """See :class:`ftckpt.ports.CommitLog`; read in pages."""
+        deadline = self._deadline(timeout)
+        found: dict[int, dict[str, str]] = {}
+        start, of = "", ""
+        while True:
+
+            def page(log: str, start: str = start) -> list[Operation]:
+                everything = span(self._keys.of("placements", log))
+                return [Range(start or everything[0], everything[1], limit=PAGE)]
+
+            log, results = self._read(page, deadline)
+            if of not in ("", log):
+                found, start, of = {}, "", ""  # a rebuilt log took over: begin again
+                continue
+            of, items = log, results[0] if log else ()
+            for item in items:
+                number = item.key.rsplit("/", 2)[1]
+                if number.isdecimal():
+                    found.setdefault(int(number), {})[name_of(item)] = item.value.decode(errors="replace")
+            if len(items) < PAGE:
+                return found
+            start = items[-1].key + "\0"
 
     def _beside(self, index: int, then: Callable[[str], list[Operation]], timeout: float | None) -> None:
         """Write something that belongs to a record, in a transaction that compares that the record exists."""

@@ -1,6 +1,7 @@
 """A generation opened for reading: manifest and small files checked at once, tensors' bytes as they are used (I9).
 
-Needs no agent and no log, and does not decide which generation.
+Needs no agent and no log, and does not decide which generation. Of a store with tiers each file is read from the nearest that has
+it whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol, Self
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
 from ftckpt.errors import Damaged, NotFound
+from ftckpt.flows.nearest import nearest, nearest_image
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import MANIFEST, Cursor, FileInfo, Manifest, ShardInfo, decode, sha256
 from ftckpt.format.shard import read_header
@@ -28,6 +30,7 @@ class Files(Protocol):
         """A file, open. Raises NotFound."""
 
 
+@nearest
 def read_manifest(store: Files, job: str, location: str, entry: Entry | None = None) -> tuple[Manifest, bytes]:
     """Read and check a generation's manifest.
 
@@ -55,6 +58,7 @@ def read_manifest(store: Files, job: str, location: str, entry: Entry | None = N
     return manifest, data
 
 
+@nearest
 def read_small(store: Files, job: str, location: str, info: FileInfo) -> bytes:
     """Read a small file of a generation and check its size and sha256.
 
@@ -73,6 +77,7 @@ def read_small(store: Files, job: str, location: str, info: FileInfo) -> bytes:
     return data
 
 
+@nearest_image
 def open_shard(store: Files, job: str, location: str, info: ShardInfo) -> tuple[BlobReader, Image]:
     """Open a shard and check its size and header; its blocks are checked as they are used.
 

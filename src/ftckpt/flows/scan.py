@@ -7,6 +7,7 @@ from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
 from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.format.manifest import ABANDONED, INTENT, MANIFEST, RECEIPTS, Intent, Manifest, Receipt, decode, sha256
 from ftckpt.ports import BlobStore
+from ftckpt.stores.tiered import tiers_of
 
 
 def scan(store: BlobStore, job: str) -> tuple[Found, ...]:
@@ -20,7 +21,12 @@ def scan(store: BlobStore, job: str) -> tuple[Found, ...]:
 
 
 def look(store: BlobStore, job: str, name: GenerationName) -> Found:
-    """One generation directory: complete by names and sizes, or why not."""
+    """One generation directory: complete by names and sizes, or why not; with tiers in one of them, else in both together."""
+    tiers = tiers_of(store)
+    if len(tiers) > 1:
+        found = next((f for _, tier in tiers if (f := look(tier, job, name)).complete), None)
+        if found is not None:
+            return found
     location = str(name)
     base = generation_dir(job, location)
     try:

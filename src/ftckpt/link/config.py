@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +21,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
         rank: rank in the group.
         group_world_size: ranks of the group.
         incarnation: the group's incarnation (alike on all ranks, new with each start).
-        root: URL of the store (``file:///...``).
+        root: URL of the store (``file:///...``); with ``durable`` its first tier.
+        durable: URL of the durable tier; empty: the root is it.
+        acknowledge: the tier that must hold a generation before its record is appended.
+        keep_local: generations that stay in the first tier, too; None: all that there are.
         log: URL of the commit log.
         runtime_dir: directory for the agent's socket, locks and output; made with mode 0700.
         log_dir: directory for the agent's output; empty: the runtime directory.
@@ -30,6 +34,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
         advertise: host name or address that peers shall use; empty: ``host``.
         secret: the job's secret, hex; empty: the one kept in the commit log.
         tls_cert, tls_key: PEM files to serve https with; empty: http.
+        tls_ca: PEM file of the authority that other agents' certificates must come from.
         linger_s: how long to stay after a trainer's death, for one that comes back and for peers.
         start_timeout_s: until a started agent must have answered.
         send_timeout_s: until a message must have been taken by the agent's socket.
@@ -56,6 +61,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     log: str
     runtime_dir: str
+    durable: str = ""
+    acknowledge: Literal["durable", "first"] = "durable"
+    keep_local: int | None = None
     log_dir: str = ""
     state_dir: str = ""
     host: str = "127.0.0.1"
@@ -64,6 +72,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    tls_ca: str = ""
     linger_s: float = 30.0
     start_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
@@ -114,5 +123,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """Short name of this agent's files in the runtime directory: same root, log, job, replica and rank give the same."""
-        text = "\0".join((self.root, self.log, self.job, self.replica, str(self.rank)))
+        tiers = (self.durable,) if self.durable else ()
+        text = "\0".join((self.root, self.log, self.job, self.replica, str(self.rank), *tiers))
         return hashlib.sha256(b"ftckpt agent\0" + text.encode()).hexdigest()[:20]

@@ -226,6 +226,13 @@ def pins_and_placements_belong_to_existing_records(world: World) -> None:
     log.place(0, "memory", "http://h:2/x")
     expect(other.placements(0), {"memory": "http://h:2/x", "odd/tier name": "file:///y"}, "placements")
     expect(other.placements(1), {}, "placements of another record")
+    log.place(1, "durable", "s3://b/p")
+    both = {0: {"memory": "http://h:2/x", "odd/tier name": "file:///y"}, 1: {"durable": "s3://b/p"}}
+    expect(other.placed(), both, "all placements")
+    log.displace(0, "odd/tier name")
+    log.displace(0, "odd/tier name")
+    log.displace(7, "memory")
+    expect(other.placed(), {0: {"memory": "http://h:2/x"}, 1: {"durable": "s3://b/p"}}, "after one was taken away")
     expect_error(NotFound, "a pin without record", lambda: log.pin(7, "x"))
     expect_error(NotFound, "a placement without record", lambda: log.place(7, "memory", "x"))
 

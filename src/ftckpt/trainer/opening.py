@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from ftckpt.config import Settings
 from ftckpt.domain.ledger import Entry
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, NotFound
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.group import Group
-from ftckpt.wiring import agent_config, claim_root, log_url, open_log, open_store, vouching
+from ftckpt.wiring import (
+    agent_config,
+    claim_root,
+    durable_tier,
+    home,
+    log_url,
+    open_log,
+    open_root,
+    open_store,
+    read_marker,
+    root_path,
+    vouching,
+)
 
 logger = logging.getLogger("ftckpt")
 
@@ -42,13 +54,30 @@ def open_parts(settings: Settings, *, write: bool) -> Opened:
         ConfigError, NotFound, StoreError: the root or the log's URL cannot be used. DeadlineExceeded: ranks are missing.
     """
     with ExitStack() as undo:
-        store = open_store(settings.root, write=write)
+        durable = settings.durable if write else durable_tier(settings)
+        if durable and write:
+            _make_durable(settings)
+        store = open_root(settings.root, durable, acknowledge=settings.acknowledge, create=write and bool(durable), write=write)
         undo.callback(store.close)
-        log = open_log(settings.log, job=settings.job, root_url=settings.root, timeout=settings.deadlines.log_s)
+        log = open_log(settings.log, job=settings.job, root_url=home(settings.root, durable), timeout=settings.deadlines.log_s)
         undo.callback(log.close)
         group = Group.from_env(deadline=settings.deadlines.group_s).open()
         undo.pop_all()
     return Opened(store, log, group)
+
+
+def _make_durable(settings: Settings) -> None:
+    """Make the directory of a durable tier that this job has never used; one that it has used and that is gone is not mounted."""
+    path = root_path(settings.durable)
+    if path is None or path.is_dir():
+        return
+    marker = None
+    with suppress(NotFound):
+        first = open_store(settings.root)
+        marker = read_marker(first, settings.job)
+        first.close()
+    if marker is None or not marker.durable:
+        open_store(settings.durable, create=True, write=True).close()
 
 
 def open_agent(settings: Settings, parts: Opened) -> AgentClient:
@@ -65,9 +94,9 @@ def open_agent(settings: Settings, parts: Opened) -> AgentClient:
             now="nothing was started",
             todo='use on_busy="wait" in groups of several ranks',
         )
-    same = f"job={settings.job} root={settings.root} log={settings.log} replica={settings.replica}"
-    group.check_equal("settings", same.encode(), what="job, root, log and replica")
-    url = log_url(settings.log, job=settings.job, root_url=settings.root)
+    same = f"job={settings.job} root={settings.root} durable={settings.durable} log={settings.log} replica={settings.replica}"
+    group.check_equal("settings", same.encode(), what="job, root, durable tier, log and replica")
+    url = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
     claim_root(parts.store, settings.job, log=url, uuid=vouching(parts.log), new_job=settings.new_job, bind=False)
     told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
     return AgentClient.open(told, on_warning=_warn)
@@ -75,7 +104,7 @@ def open_agent(settings: Settings, parts: Opened) -> AgentClient:
 
 def bind_root(settings: Settings, store: BlobStore, tail: Entry) -> None:
     """Write into the root which log vouches for it: the one that has this entry."""
-    url = log_url(settings.log, job=settings.job, root_url=settings.root)
+    url = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
     claim_root(store, settings.job, log=url, uuid=tail.log, new_job=True)
 
 
