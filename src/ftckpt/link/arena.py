@@ -17,7 +17,7 @@ from ftckpt.format.table import page_up
 from ftckpt.link import budget
 from ftckpt.link.mapping import Mapping
 
-_STRIDE = 8 << 20  # bytes prefaulted per system call: bounds how long the memory map is locked
+_STRIDE = 64 << 20  # bytes prefaulted between two looks at whether to end
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -113,13 +113,6 @@ class Arena:
         elif self._prefault is None:
             self._prefault = threading.Thread(target=self._populate, name="ftckpt-prefault", daemon=True)
             self._prefault.start()
-
-    def prefaulted(self, timeout: float) -> bool:
-        """Wait for a background prefault; whether it has ended."""
-        if self._prefault is None:
-            return False
-        self._prefault.join(timeout)
-        return not self._prefault.is_alive()
 
     def _populate(self) -> None:
         memory = self._memory
