@@ -66,6 +66,10 @@ class TailMoved(LogError):
     """A compare-and-append was refused because the tail is not the expected one."""
 
 
+class Withdrawn(LogError):
+    """An append was refused because a record that vouches for files of the new generation was withdrawn meanwhile."""
+
+
 class LogRegressed(LogError):
     """The log is older than what this job has seen (restored from a backup); only ``ftckpt log rebuild`` may write."""
 

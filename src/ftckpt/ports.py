@@ -43,6 +43,7 @@ class BlobReader(Protocol):
     """An open file for reading."""
 
     size: int
+    request_bytes: int  # best asked for at a time: 1 where calls are cheap, much where each is a round trip
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``; raises Damaged when the file is too short."""
@@ -163,15 +164,25 @@ class CommitLog(Protocol):
 
         Raises:
             TailMoved: the compare failed; look for your own attempt first (rule 6).
+            Withdrawn: a record that ``entry.via`` names does not exist any more.
             LogAmbiguous: no answer; look for your own attempt.
         """
 
-    def withdraw(self, index: int, *, expect_tail: int, timeout: float | None = None) -> None:
-        """Withdraw a record (rule 11) in a transaction that compares the tail and that it has no pin.
+    def withdraw(self, index: int, *, expect_tail: int, log: str = "", timeout: float | None = None) -> None:
+        """Withdraw a record (rule 11) in a transaction that compares the tail and that it has no pin, and notes its directory.
+
+        Args:
+            log: identity that the log must have, so that a verdict on one log is not carried out on another; empty: any.
 
         Raises:
-            TailMoved: the tail is another. ConfigError: pinned, or it is the tail.
+            TailMoved: the tail is another, or the log was replaced. ConfigError: pinned, or it is the tail.
         """
+
+    def withdrawn(self, *, timeout: float | None = None) -> dict[int, str]:
+        """Directories of withdrawn records that were not yet said to be removed, by index."""
+
+    def forget(self, index: int, *, log: str, timeout: float | None = None) -> None:
+        """Say that a withdrawn record's directory is removed. Nothing happens if the log has another identity."""
 
     def pin(self, index: int, note: str, *, timeout: float | None = None) -> None:
         """Keep a generation whatever the retention policy says. Raises NotFound."""
@@ -191,7 +202,9 @@ class CommitLog(Protocol):
     def retire(self, replica: str, incarnation: str, *, timeout: float | None = None) -> None:
         """Take the line away, if it is still this incarnation's."""
 
-    def replicas(self, *, timeout: float | None = None) -> list[ReplicaInfo]: ...
+    def replicas(self, *, after: str = "", limit: int | None = None, timeout: float | None = None) -> list[ReplicaInfo]:
+        """The lines that are being renewed, by name; those after a name, and at most so many, where asked."""
+
 
     def emit(self, event: Event, *, timeout: float | None = None) -> None:
         """Add to the bounded event history."""

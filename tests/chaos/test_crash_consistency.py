@@ -50,8 +50,8 @@ class MarkingLog(MemoryLog):
         self._ops.calls.append(Call("committed", str(stored.index)))
         return stored
 
-    def withdraw(self, index, *, expect_tail, timeout=None):  # type: ignore[no-untyped-def]
-        super().withdraw(index, expect_tail=expect_tail, timeout=timeout)
+    def withdraw(self, index, *, expect_tail, log="", timeout=None):  # type: ignore[no-untyped-def]
+        super().withdraw(index, expect_tail=expect_tail, log=log, timeout=timeout)
         self._ops.calls.append(Call("withdrawn", str(index)))
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from ftckpt.commitlog.beside import BesideRecords
 from ftckpt.commitlog.keyvalue import (
     Compare,
     Deadline,
@@ -27,14 +26,15 @@ from ftckpt.commitlog.keyvalue import (
 from ftckpt.commitlog.records import decode_entry, encode_entry
 from ftckpt.commitlog.session import PAGE, index_bytes, index_of
 from ftckpt.commitlog.watching import TailWatch
+from ftckpt.commitlog.withdrawal import Withdrawal
 from ftckpt.domain.ledger import Entry
-from ftckpt.errors import ConfigError, Damaged, LogError, TailMoved
+from ftckpt.errors import ConfigError, Damaged, LogError, TailMoved, Withdrawn
 
 _BATCH = 100  # operations in one transaction; etcd allows 128
 _REBUILD = "`ftckpt log check`, then `ftckpt log rebuild`"
 
 
-class KeyValueLog(BesideRecords):
+class KeyValueLog(Withdrawal):
     """A :class:`ftckpt.ports.CommitLog` over a transactional store; arguments as for :class:`Session`. Thread-safe."""
 
     def __init__(self, job: str, kv: KeyValue, *, url: str, prefix: str = "", timeout: float) -> None:
@@ -164,40 +164,21 @@ class KeyValueLog(BesideRecords):
         compares: list[Compare] = [Equals(self._keys.uuid, log.encode()), Equals(self._keys.tail, index_bytes(expect_tail))]
         if fresh:
             compares, puts = [Exists(self._keys.uuid, present=False)], [*puts, Put(self._keys.uuid, log.encode())]
-        outcome = self._kv.transact(compares, puts, [Get(self._keys.uuid), Get(self._keys.tail)], deadline=deadline, effect="once")
+        needed = [self._keys.of("entries", log, index) for index in entry.via]
+        compares += [Exists(key) for key in needed]
+        otherwise = [Get(self._keys.uuid), Get(self._keys.tail), *(Get(key) for key in needed)]
+        outcome = self._kv.transact(compares, puts, otherwise, deadline=deadline, effect="once")
         if not outcome.done:
+            if outcome.text(0) == log and outcome.text(1) == str(expect_tail):
+                gone = [f"#{index}" for index, items in zip(entry.via, outcome.results[2:], strict=True) if not items]
+                raise Withdrawn(
+                    f"step {entry.step} has tensors in files that {', '.join(gone)} vouched for, which was withdrawn meanwhile",
+                    now="nothing was appended",
+                    todo="save again: the next generation is stored whole",
+                )
             raise self._moved(log, expect_tail, outcome, "nothing was appended")
         self._log, self._seen = log, (log, stored.index)
         return stored
-
-    def withdraw(self, index: int, *, expect_tail: int, timeout: float | None = None) -> None:
-        """See :class:`ftckpt.ports.CommitLog`. Raises NotFound if there is no such record (any more)."""
-        if index >= expect_tail:
-            raise ConfigError(f"#{index} is the tail of the commit log and cannot be withdrawn", now="nothing was withdrawn")
-        deadline = self._deadline(timeout)
-        log = self._log or self._identity(deadline)
-        if not log:
-            raise self._absent(index)
-        entry, pin = self._keys.of("entries", log, index), self._keys.of("pins", log, index)
-        outcome = self._kv.transact(
-            [
-                Equals(self._keys.uuid, log.encode()),
-                Equals(self._keys.tail, index_bytes(expect_tail)),
-                Exists(entry),
-                Exists(pin, present=False),
-            ],
-            [Delete(entry), Delete(*span(self._keys.of("placements", log, index) + "/"))],
-            [Get(self._keys.uuid), Get(self._keys.tail), Get(pin)],
-            deadline=deadline,
-            effect="once",
-        )
-        if outcome.done:
-            return
-        if outcome.text(0) == log and outcome.text(1) == str(expect_tail):
-            if outcome.results[2]:
-                raise ConfigError(f"#{index} is pinned: {outcome.text(2)}", now="nothing was withdrawn", todo="unpin it first")
-            raise self._absent(index)
-        raise self._moved(log, expect_tail, outcome, "nothing was withdrawn")
 
     def adopt(self, entries: Sequence[Entry], *, timeout: float | None = None) -> str:
         """See :class:`ftckpt.ports.CommitLog`. Entries keep ``index`` and ``base``; ``prev`` and ``log`` are set here.
@@ -238,7 +219,7 @@ class KeyValueLog(BesideRecords):
 
     def _remove_other_logs(self, log: str, deadline: Deadline) -> None:
         leftovers: list[Operation] = []
-        for kind in ("entries", "pins", "readers", "placements"):
+        for kind in ("entries", "pins", "readers", "placements", "withdrawn"):
             own, everything = span(self._keys.of(kind, log)), span(f"{self._keys.root}{kind}/")
             leftovers += [Delete(everything[0], own[0]), Delete(own[1], everything[1])]
         self._kv.transact([Equals(self._keys.uuid, log.encode())], leftovers, deadline=deadline, effect="repeatable")
@@ -258,20 +239,6 @@ class KeyValueLog(BesideRecords):
             watch.close()
         self._watches.clear()
         self._kv.close()
-
-    def _moved(self, log: str, expect_tail: int | str, outcome: Outcome, now: str) -> TailMoved:
-        """Why a compare of identity and tail failed; ``outcome`` has both as read by the same transaction."""
-        found, tail = outcome.text(0), outcome.text(1)
-        if found != log:
-            self._log = found
-            return TailMoved(
-                f"log {log[:8]} of job {self.job!r} was replaced by log {found[:8] or '(none)'}", now=now, todo="read the tail again"
-            )
-        return TailMoved(
-            f"the tail of job {self.job!r} is #{tail or '(none)'}, not #{expect_tail}",
-            now=now,
-            todo="look for your own attempt behind it, then judge again",
-        )
 
 
 def _number(text: str) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ftckpt.domain.ledger import MAX_ENTRY_BYTES, RECORD_VERSION, Entry
+from ftckpt.domain.ledger import MAX_ENTRY_BYTES, RECORD_VERSION, REFERRING_VERSION, Entry
 from ftckpt.errors import ConfigError, Damaged
 from ftckpt.ports import Event, ReplicaInfo
 
@@ -66,9 +66,10 @@ def decode_entry(data: bytes, index: int, log: str) -> Entry:
     """
     try:
         version = _version.decode(data).version
-        if version != RECORD_VERSION:
+        if version not in (RECORD_VERSION, REFERRING_VERSION):
             raise Damaged(
-                f"log entry #{index} has record version {version}; this ftckpt reads version {RECORD_VERSION}", todo="use the newer ftckpt"
+                f"log entry #{index} has record version {version}; this ftckpt reads versions {RECORD_VERSION} and {REFERRING_VERSION}",
+                todo="use the newer ftckpt",
             )
         entry = _entry.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

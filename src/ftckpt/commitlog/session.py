@@ -8,6 +8,7 @@ Keys, below ``/ftckpt/v1/<job>/`` (with the user's prefix before it):
     pins/<uuid>/<index>               note
     readers/<uuid>/<index>/<reader>   expires
     placements/<uuid>/<index>/<tier>  URL
+    withdrawn/<uuid>/<index>          directory of a withdrawn record, until it is removed
     replicas/<replica>                expires
     events/<time>-<id>                bounded history
     secret                            of the job

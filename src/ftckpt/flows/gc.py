@@ -1,7 +1,7 @@
 """Clean-up by rule 11: a plan with reasons, then record withdrawn, readers drained, directory renamed away, removed; in this order.
 
-The plan is ``domain.retention`` for generations and ``flows.leftovers`` for the rest. What goes wrong on the way is reported
-and done again by the next clean-up; nothing that the log still lists is ever removed.
+What goes wrong on the way is reported and done again by the next clean-up; nothing that the log still lists, or refers to,
+is ever removed.
 """
 
 from __future__ import annotations
@@ -14,56 +14,19 @@ import msgspec
 
 from ftckpt.domain.keep import Keep
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.lineage import LogView
 from ftckpt.domain.names import generation_dir
-from ftckpt.domain.retention import RetentionPlan, Verdict, plan
-from ftckpt.errors import ConfigError, Damaged, FtckptError, LogAmbiguous, LogError, LogRegressed, LogUnreachable, NotFound, TailMoved
-from ftckpt.flows.leftovers import DOOMED, Leftover, Mark, leftovers, names_in
-from ftckpt.flows.select import view
-from ftckpt.flows.verify import verify
-from ftckpt.format.manifest import MANIFEST, Manifest, decode, encode
+from ftckpt.errors import ConfigError, FtckptError, LogAmbiguous, LogError, NotFound, TailMoved
+from ftckpt.flows.gc_plan import GcPlan, Sound, make_plan
+from ftckpt.flows.leftovers import DOOMED, Mark, referrers
+from ftckpt.format.manifest import encode
 from ftckpt.ports import BlobStore, CommitLog
-from ftckpt.wiring import read_marker
+
+__all__ = ["GcPlan", "GcReport", "Sound", "collect", "make_plan"]
 
 ROUNDS = 8  # how often a plan is made anew when the tail moves meanwhile
 _POLL_S = 0.05
 
-Sound = set[str]  # locations that verified; kept between clean-ups of one process
 Going = Callable[[], bool]
-
-
-class GcPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a clean-up would do, with a reason for everything.
-
-    Args:
-        tail: index of the log's newest entry when it was made; the plan is void when that has moved.
-        log: the log's uuid.
-        verdicts: one per generation in the log, in its order.
-        leftovers: directories without a record.
-        unsound: (index, why) of generations that were found not to verify.
-    """
-
-    job: str
-    log: str
-    tail: int
-    verdicts: tuple[Verdict, ...]
-    leftovers: tuple[Leftover, ...]
-    unsound: tuple[tuple[int, str], ...] = ()
-
-    @property
-    def doomed(self) -> tuple[Entry, ...]:
-        """Generations to withdraw and remove, oldest first."""
-        return tuple(v.entry for v in self.verdicts if not v.keep)
-
-    @property
-    def rubbish(self) -> tuple[Leftover, ...]:
-        """Directories to remove."""
-        return tuple(left for left in self.leftovers if left.rubbish)
-
-    @property
-    def bytes(self) -> int:
-        """What it frees, as far as records and listings say."""
-        return sum(e.bytes for e in self.doomed) + sum(left.bytes for left in self.rubbish)
 
 
 class GcReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +36,7 @@ class GcReport(msgspec.Struct, frozen=True, kw_only=True):
         plan: the last plan made.
         withdrawn: indices taken out of the log.
         removed: directories removed.
+        shared: (directory, why) of withdrawn records whose files stay, since kept generations refer to them.
         failed: (directory, why): done again by the next clean-up, and never offered for resume.
         stopped: why it ended before its end; empty if it did not.
     """
@@ -80,44 +44,9 @@ class GcReport(msgspec.Struct, frozen=True, kw_only=True):
     plan: GcPlan
     withdrawn: tuple[int, ...] = ()
     removed: tuple[str, ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
     failed: tuple[tuple[str, str], ...] = ()
     stopped: str = ""
-
-
-def make_plan(
-    log: CommitLog,
-    store: BlobStore,
-    job: str,
-    policy: Keep,
-    *,
-    full: bool = False,
-    orphans: bool = False,
-    sound: Sound | None = None,
-    hold: Collection[int] = (),
-    now: float | None = None,
-) -> GcPlan:
-    """Decide what may go; changes nothing. What the deletions rely on is verified first.
-
-    Args:
-        full: verify every byte of it, else sizes, headers and small files.
-        orphans: also remove complete directories that were never recorded and can never be.
-        sound: what is known from earlier plans; added to.
-        hold: indices that the caller knows to be still in use.
-        now: seconds since the epoch; the clock's when left out.
-
-    Raises:
-        LogUnreachable: the log does not answer. Damaged: it has entries that cannot be read.
-        LogRegressed: it is older than what the root shows, or another one. StoreError: the root cannot be listed.
-    """
-    names = names_in(store, job)  # before the log, see flows.leftovers
-    seen = _readable(log, job)
-    _check_current(store, job, names, seen)
-    rest = leftovers(log, store, job, names, seen, orphans=orphans)
-    made, unsound = _verified(
-        log, store, job, policy, seen, full, set() if sound is None else sound, set(hold), time.time() if now is None else now
-    )
-    tail = seen.tail.index if seen.tail is not None else -1
-    return GcPlan(job=job, log=seen.uuid, tail=tail, verdicts=made.verdicts, leftovers=rest, unsound=tuple(sorted(unsound.items())))
 
 
 def collect(
@@ -146,6 +75,7 @@ def collect(
     """
     withdrawn: list[int] = []
     removed: list[str] = []
+    shared: dict[str, str] = {}
     failed: dict[str, str] = {}
     at, stopped = make_plan(log, store, job, policy, full=full, orphans=orphans, sound=sound, hold=hold), ""
     for _ in range(ROUNDS):
@@ -153,15 +83,18 @@ def collect(
         stopped = work.run()
         withdrawn += work.withdrawn
         removed += work.removed
+        shared.update(work.shared)
         failed.update(work.failed)
         if stopped != _MOVED:
             break
         at = make_plan(log, store, job, policy, full=full, orphans=orphans, sound=sound, hold=hold)
     left = tuple((path, why) for path, why in failed.items() if path not in removed)
-    return GcReport(plan=at, withdrawn=tuple(withdrawn), removed=tuple(removed), failed=left, stopped=stopped)
+    kept = tuple(shared.items())
+    return GcReport(plan=at, withdrawn=tuple(withdrawn), removed=tuple(removed), shared=kept, failed=left, stopped=stopped)
 
 
 _MOVED = "the log went on meanwhile"
+_TOLD = "it was told to stop"
 
 
 class _Work:
@@ -172,17 +105,26 @@ class _Work:
         self._drain_s, self._going, self._progress = drain_s, going, progress
         self.withdrawn: list[int] = []
         self.removed: list[str] = []
+        self.shared: dict[str, str] = {}
         self.failed: dict[str, str] = {}
 
     def run(self) -> str:
         """Do it; why it ended early, or empty."""
+        for index in self._at.gone:
+            self._forget(index)
         for left in self._at.rubbish:
             if not self._going():
-                return "it was told to stop"
-            self._remove(left.path)
+                return _TOLD
+            self._remove(left.path, left.index)
+        out: list[Entry] = []
+        stopped = self._withdraw_all(out)
+        return self._remove_all(out) or stopped
+
+    def _withdraw_all(self, out: list[Entry]) -> str:
+        """Take every record out of the log that may go; all of them before the first directory, for later ones refer to earlier ones."""
         for entry in self._at.doomed:
             if not self._going():
-                return "it was told to stop"
+                return _TOLD
             try:
                 self._withdraw(entry)
             except TailMoved:
@@ -193,8 +135,26 @@ class _Work:
                 self.failed[self._path(entry)] = e.what
                 continue
             self.withdrawn.append(entry.index)
-            if self._drained(entry):
-                self._remove(self._path(entry))
+            out.append(entry)
+        return ""
+
+    def _remove_all(self, out: list[Entry]) -> str:
+        """Remove the directories of withdrawn records that nobody reads, neither as they are nor through one that refers to them."""
+        if not out:
+            return ""
+        quiet = [entry for entry in out if self._drained(entry)]
+        busy = [entry for entry in out if entry not in quiet]
+        try:
+            referred = {**dict(self._at.held), **referrers([*self._log.entries(), *busy])}
+        except LogError as e:
+            return f"{e.what}; what is withdrawn and still there goes with the next clean-up"
+        for entry in quiet:
+            if not self._going():
+                return _TOLD
+            if entry.location in referred:
+                self.shared[self._path(entry)] = referred[entry.location]
+            else:
+                self._remove(self._path(entry), entry.index)
         return ""
 
     def _path(self, entry: Entry) -> str:
@@ -205,7 +165,7 @@ class _Work:
         with suppress(FtckptError):  # a full disk, or a link in its place, must not keep it from being removed
             self._store.put(f"{self._path(entry)}/{DOOMED}", encode(Mark(log=self._at.log, index=entry.index)), if_absent=True)
         try:
-            self._log.withdraw(entry.index, expect_tail=self._at.tail)
+            self._log.withdraw(entry.index, expect_tail=self._at.tail, log=self._at.log)
         except NotFound:
             pass  # another clean-up was faster; removing twice is harmless
         except LogAmbiguous:
@@ -234,77 +194,17 @@ class _Work:
                 return False
             time.sleep(_POLL_S)
 
-    def _remove(self, path: str) -> None:
+    def _remove(self, path: str, index: int) -> None:
         try:
             self._store.remove_tree(path)
         except FtckptError as e:
             self.failed[path] = e.what
         else:
             self.removed.append(path)
+            self._forget(index)
         self._progress(path)
 
-
-def _readable(log: CommitLog, job: str) -> LogView:
-    seen = view(log)
-    if seen.state == "unreachable":
-        raise LogUnreachable(seen.reason, now="nothing was removed", todo="start the log's server again, or check its URL")
-    if seen.state == "damaged" or seen.damaged:
-        what = seen.reason or f"entry #{seen.damaged[0][0]} of job {job!r} cannot be read: {seen.damaged[0][1]}"
-        raise Damaged(what, now="nothing was removed", todo=f"ftckpt log check {job}, then ftckpt log rebuild {job}")
-    return seen
-
-
-def _check_current(store: BlobStore, job: str, names: tuple[str, ...], seen: LogView) -> None:
-    """Nothing is removed by the word of a log that went back, or that is not this root's (rule 10)."""
-    marker = read_marker(store, job)
-    if marker is not None and marker.log and seen.uuid and marker.log != seen.uuid:
-        raise LogRegressed(
-            f"{store.url}/{job} is vouched for by log {marker.log}, this is {seen.uuid}",
-            now="nothing was removed",
-            todo="give the right --log",
-        )
-    last, recorded = seen.tail.index if seen.tail is not None else -1, {e.location for e in seen.entries}
-    for name in names:
-        if name in recorded:
-            continue
-        path = f"{generation_dir(job, name)}/{MANIFEST}"
-        try:
-            claims = decode(store.get(path), Manifest, path)
-        except FtckptError:
-            continue
-        if claims.log and claims.log == seen.uuid and claims.known_tail > last:
-            raise LogRegressed(
-                f"{name} was written after #{claims.known_tail}, but the log of job {job!r} ends at #{last}: it went back",
-                now="nothing was removed",
-                todo=f"ftckpt log rebuild {job}",
-            )
-
-
-def _verified(
-    log: CommitLog, store: BlobStore, job: str, policy: Keep, seen: LogView, full: bool, sound: Sound, readers: set[int], now: float
-) -> tuple[RetentionPlan, dict[int, str]]:
-    """The plan after everything that it relies on has been verified, and what did not verify."""
-    pins = set(log.pins())
-    entries = {e.index: e for e in seen.entries}
-    unsound: dict[int, str] = {}
-    looked: set[int] = set()
-    while True:
-        made = plan(policy, seen.entries, pins=pins, readers=readers, unsound=unsound, now=now)
-        fresh = [i for i in made.doomed if i not in looked]
-        looked.update(fresh)
-        read = {i for i in fresh if log.readers(i)}
-        unknown = [entries[i] for i in made.relied if entries[i].location not in sound] if made.doomed else []
-        bad = {e.index: fault for e in unknown if (fault := _fault(store, job, e, full))}
-        if not read and not bad:
-            sound.update(entries[i].location for i in made.relied if made.doomed)
-            return made, unsound
-        readers |= read
-        unsound |= bad
-
-
-def _fault(store: BlobStore, job: str, entry: Entry, full: bool) -> str:
-    try:
-        fault = verify(store, job, entry.location, entry, full=full).fault
-    except FtckptError as e:  # a link out of the root in its place
-        return e.what
-    return f"{fault.part}: {fault.reason}" if fault is not None else ""
+    def _forget(self, index: int) -> None:
+        if index >= 0:
+            with suppress(LogError):  # the next clean-up does it
+                self._log.forget(index, log=self._at.log)

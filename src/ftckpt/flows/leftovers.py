@@ -6,16 +6,16 @@ must be listed before the tail is read, and the tail only grows, so that no cloc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from ftckpt.domain.ledger import Append, Superseded, Unprovable, judge
+from ftckpt.domain.ledger import Append, Entry, Superseded, Unprovable, judge
 from ftckpt.domain.lineage import Found, LogView
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
 from ftckpt.errors import ConfigError, Damaged, FtckptError, NotFound
 from ftckpt.flows.scan import look
-from ftckpt.format.manifest import ABANDONED, INTENT, Intent, decode
+from ftckpt.format.manifest import ABANDONED, CLAIMS, INTENT, MANIFEST, Intent, Manifest, decode
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.paths import TRASH
 
@@ -23,7 +23,7 @@ DOOMED = "doomed.json"
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """``doomed.json``: this record of this log is being withdrawn; without the record the directory is rubbish."""
+    """``doomed.json``: this record of this log is being withdrawn. The log's own note decides; this one tells of a log that went back."""
 
     version: int = 1
     log: str
@@ -38,7 +38,8 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
         rubbish: whether it may be removed.
         why: the reason, either way.
         later: it may become rubbish, or be appended, later on.
-        index: of the record that it had, where it was marked; else -1.
+        shared: its record was withdrawn, and kept generations refer to its files.
+        index: of the record that it had; -1 where none is known.
         bytes: size of its files.
     """
 
@@ -46,6 +47,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     rubbish: bool
     why: str
     later: bool = False
+    shared: bool = False
     index: int = -1
     bytes: int = 0
 
@@ -55,26 +57,62 @@ def names_in(store: BlobStore, job: str) -> tuple[str, ...]:
     return tuple(store.listdir(generations_dir(job)))
 
 
+def referrers(entries: Iterable[Entry]) -> dict[str, str]:
+    """By directory: which of these generations refer to its files."""
+    by: dict[str, list[int]] = {}
+    for e in entries:
+        for location in e.refers:
+            by.setdefault(location, []).append(e.index)
+    return {location: _names(indices) for location, indices in by.items()}
+
+
+def _names(indices: Sequence[int]) -> str:
+    more = f" and {len(indices) - 1} more refer" if len(indices) > 1 else " refers"
+    return f"#{indices[-1]}{more} to its files"
+
+
+def being_read(log: CommitLog, store: BlobStore, job: str, noted: Mapping[int, str]) -> dict[str, str]:
+    """By directory: which withdrawn generations refer to its files and are still being read."""
+    found: dict[str, str] = {}
+    for index, location in noted.items():
+        if log.readers(index):
+            path = f"{generation_dir(job, location)}/{MANIFEST}"
+            try:
+                found |= {
+                    r.location: f"#{index} refers to its files, and is still being read"
+                    for r in decode(store.get(path), Manifest, path).refers
+                }
+            except FtckptError:
+                continue
+    return found
+
+
 def leftovers(
-    log: CommitLog, store: BlobStore, job: str, names: Sequence[str], seen: LogView, *, orphans: bool = False
+    log: CommitLog,
+    store: BlobStore,
+    job: str,
+    names: Sequence[str],
+    seen: LogView,
+    noted: Mapping[int, str],
+    referred: Mapping[str, str],
+    *,
+    orphans: bool = False,
 ) -> tuple[Leftover, ...]:
     """Judge everything without a record. What is not named like a generation is not ours, and is not mentioned.
 
     Args:
         names: as listed before the log was read.
         seen: the log as it was read after that.
+        noted: directories of withdrawn records by index, read after that.
+        referred: by directory, who refers to its files.
         orphans: count complete generations that may never be appended any more as rubbish, marked or not.
 
     Raises:
         LogError: the log does not answer. StoreError: the root cannot be listed.
     """
     recorded = {e.location for e in seen.entries}
-    live = {(r.replica, r.incarnation) for r in log.replicas()}
-    found = [
-        _judge(log, store, job, name, seen, live, orphans)
-        for text in names
-        if text not in recorded and (name := GenerationName.parse(text)) is not None
-    ]
+    judge_one = _Judge(log, store, job, seen, {location: index for index, location in noted.items()}, referred, orphans)
+    found = [judge_one(name) for text in names if text not in recorded and (name := GenerationName.parse(text)) is not None]
     return (*found, *_trash(store, job))
 
 
@@ -94,61 +132,110 @@ def _trash(store: BlobStore, job: str) -> Iterator[Leftover]:
             yield Leftover(path=path, rubbish=True, why="its removal did not come to an end", bytes=size_of(store, path))
 
 
-def _judge(
-    log: CommitLog, store: BlobStore, job: str, name: GenerationName, seen: LogView, live: Collection[tuple[str, str]], orphans: bool
-) -> Leftover:
-    path = generation_dir(job, str(name))
-    index, later = -1, True
-    try:
-        mark = _mark(store, path)
-        if mark is not None and mark.log == seen.uuid:
-            index = mark.index
-            rubbish, why = _withdrawn(log, mark)
-        else:
-            here = look(store, job, name)
-            intent = _intent(store, path, job, name)
-            if intent is None and store.leftovers(path) and not store.listdir(path):
-                rubbish, why = _incomplete(here, seen)  # its writer died over the first file
-            elif intent is None:
-                rubbish, why = False, f"not provably an attempt of this job: {here.why or 'no ' + INTENT + ' of this directory'}"
-                later = False
+class _Judge:
+    """What is said of one directory without record."""
+
+    def __init__(
+        self,
+        log: CommitLog,
+        store: BlobStore,
+        job: str,
+        seen: LogView,
+        noted: Mapping[str, int],
+        referred: Mapping[str, str],
+        orphans: bool,
+    ) -> None:
+        self._log, self._store, self._job, self._seen = log, store, job, seen
+        self._noted, self._referred, self._orphans = noted, referred, orphans
+        self._live = {(r.replica, r.incarnation) for r in log.replicas()}
+
+    def __call__(self, name: GenerationName) -> Leftover:
+        path = generation_dir(self._job, str(name))
+        index, later, shared = -1, True, False
+        try:
+            index = self._record_of(name, path)
+            if index >= 0:
+                rubbish, why = _withdrawn(self._log, index)
+                if str(name) in self._referred:
+                    rubbish, why, shared = False, f"record #{index} was withdrawn; {self._referred[str(name)]}", True
             else:
-                rubbish, why = _complete(store, path, here, seen, orphans) if here.trajectory is not None else _incomplete(here, seen)
-            if rubbish and intent is not None and (intent.writer, intent.incarnation) in live:
-                rubbish, why = False, f"{why}; its writer is alive and may still be at work"
-    except (Damaged, ConfigError) as e:
-        rubbish, why, later = False, f"not provably an attempt of this job: {e.what}", False
-    return Leftover(path=path, rubbish=rubbish, why=why, later=later and not rubbish, index=index, bytes=size_of(store, path))
+                rubbish, why, later = self._attempt(name, path)
+                if rubbish and str(name) in self._referred:
+                    rubbish, why = False, self._referred[str(name)]
+        except (Damaged, ConfigError) as e:
+            rubbish, why, later = False, f"not provably an attempt of this job: {e.what}", False
+        return Leftover(
+            path=path,
+            rubbish=rubbish,
+            why=why,
+            later=later and not rubbish,
+            shared=shared,
+            index=index,
+            bytes=size_of(self._store, path),
+        )
+
+    def _record_of(self, name: GenerationName, path: str) -> int:
+        """Index of the record that was withdrawn, by the log's note or by a mark; -1 if it had none."""
+        if str(name) in self._noted:
+            return self._noted[str(name)]
+        mark = mark_in(self._store, path)
+        return mark.index if mark is not None and mark.log == self._seen.uuid else -1
+
+    def _attempt(self, name: GenerationName, path: str) -> tuple[bool, str, bool]:
+        """Of what never had a record: whether it is rubbish, why, and whether that may change."""
+        store, seen = self._store, self._seen
+        here = look(store, self._job, name)
+        owner = _owner(store, path, self._job, name)
+        if owner is None and not (store.leftovers(path) and not store.listdir(path)):
+            return False, f"not provably an attempt of this job: {here.why or 'no ' + INTENT + ' of this directory'}", False
+        # without an owner its writer died over the first file
+        if owner is not None and here.trajectory is not None:
+            rubbish, why = _complete(store, path, here, seen, self._orphans)
+        else:
+            rubbish, why = _incomplete(name, here, seen)
+        if rubbish and owner is not None and (owner.writer, owner.incarnation) in self._live:
+            return False, f"{why}; its writer is alive and may still be at work", True
+        return rubbish, why, True
 
 
-def _mark(store: BlobStore, path: str) -> Mark | None:
+def mark_in(store: BlobStore, path: str) -> Mark | None:
+    """The mark in a directory, if there is one.
+
+    Raises:
+        Damaged: it cannot be read.
+    """
     try:
         return decode(store.get(f"{path}/{DOOMED}"), Mark, f"{path}/{DOOMED}")
     except NotFound:
         return None
 
 
-def _withdrawn(log: CommitLog, mark: Mark) -> tuple[bool, str]:
-    readers = log.readers(mark.index)
+def _withdrawn(log: CommitLog, index: int) -> tuple[bool, str]:
+    readers = log.readers(index)
     if readers:
-        return False, f"record #{mark.index} was withdrawn; still being read by {', '.join(readers)}"
-    return True, f"record #{mark.index} was withdrawn"
+        return False, f"record #{index} was withdrawn; still being read by {', '.join(readers)}"
+    return True, f"record #{index} was withdrawn"
 
 
-def _intent(store: BlobStore, path: str, job: str, name: GenerationName) -> Intent | None:
-    """Whose attempt it is, if ``attempt.json`` is there and is of this very directory."""
-    try:
-        intent = decode(store.get(f"{path}/{INTENT}"), Intent, f"{path}/{INTENT}")
-    except NotFound:
-        return None
-    said = GenerationName(intent.step, intent.trajectory[:8], intent.attempt)
-    return intent if intent.job == job and said == name else None
+def _owner(store: BlobStore, path: str, job: str, name: GenerationName) -> Intent | None:
+    """Whose attempt it is: ``attempt.json``, or where rank 0 died before it any other rank's claim, if it is of this very directory."""
+    for file in (INTENT, *(f"{CLAIMS}/{claim}" for claim in store.listdir(f"{path}/{CLAIMS}"))):
+        try:
+            intent = decode(store.get(f"{path}/{file}"), Intent, f"{path}/{file}")
+        except NotFound:
+            continue
+        if intent.job == job and GenerationName(intent.step, intent.trajectory[:8], intent.attempt) == name:
+            return intent
+    return None
 
 
-def _incomplete(here: Found, seen: LogView) -> tuple[bool, str]:
+def _incomplete(name: GenerationName, here: Found, seen: LogView) -> tuple[bool, str]:
     """Without a manifest: rubbish once the log has passed its step, for then no record of it is ever taken."""
-    if seen.tail is None or here.step > seen.tail.step:
+    tail = seen.tail
+    if tail is None or here.step > tail.step:
         return False, f"it may still be completed: {here.why}"
+    if tail.kind == "open" and tail.base < 0 and here.step == tail.step and tail.trajectory.startswith(name.trajectory8):
+        return False, f"it may still be completed, as the state that #{tail.index} began with: {here.why}"
     return True, f"incomplete, and the log has passed its step: {here.why}"
 
 

@@ -7,17 +7,20 @@ from typing import TypeVar
 
 import msgspec
 
-from ftckpt.domain.ledger import MAX_ENTRY_BYTES, Entry, Participant
+from ftckpt.domain.ledger import MAX_ENTRY_BYTES, RECORD_VERSION, Entry, Participant
+from ftckpt.domain.ledger import REFERRING_VERSION as RECORD_REFERRING
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import Damaged
 
 MANIFEST_VERSION = 1
+REFERRING_VERSION = 2  # of a manifest with ``refers``
 MANIFEST = "manifest.json"
 LEAVES = "leaves.json"
 INTENT = "attempt.json"
 ABANDONED = "abandoned.json"
 CURSORS = "cursors"
 RECEIPTS = "receipts"
+CLAIMS = "claims"
 _ROOM = 256  # bytes of a record for what the log sets at append
 
 
@@ -30,6 +33,15 @@ class ShardInfo(msgspec.Struct, frozen=True, kw_only=True):
     header_bytes: int
     header_sha256: str
     image_bytes: int
+
+
+class Referred(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard file of an earlier generation that holds tensors of this one: its size in bytes, and how many of them are used."""
+
+    location: str
+    file: str
+    bytes: int
+    used: int
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         counts: draws included per replica; keys are member ids (decimal), see ``domain.names.member_id``.
         samples: samples included in all, for samplers that share one order.
         batches_committed: torchft's own counter.
+        refers: files of earlier generations that hold tensors which had not changed, by directory and name.
+        via: indices of the generations (of ``log``) whose records keep those files while this one has none.
     """
 
     version: int = MANIFEST_VERSION
@@ -91,15 +105,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     created: float = 0.0
     software: dict[str, str] = msgspec.field(default_factory=dict)
+    refers: tuple[Referred, ...] = ()
+    via: tuple[int, ...] = ()
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of all shard files."""
         return sum(s.bytes for s in self.shards)
 
+    @property
+    def referred_bytes(self) -> int:
+        """Bytes of tensors that files of earlier generations hold."""
+        return sum(r.used for r in self.refers)
+
 
 class Intent(msgspec.Struct, frozen=True, kw_only=True):
-    """``attempt.json``, the first file of an attempt: says whose it is, so that others can add their cursors."""
+    """``attempt.json``, the first file of an attempt: says whose it is, so that others can add their cursors.
+
+    Every other rank writes the same as its own first file, ``claims/r<rank>.json``: rank 0 may die before its own.
+    """
 
     version: int = 1
     job: str
@@ -113,13 +137,15 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """``receipts/r<rank>.json``: one rank's shard is durable (or its save failed, with the error)."""
+    """``receipts/r<rank>.json``: one rank's shard is durable (or its save failed, with the error); ``refers`` and ``via`` as in the manifest."""
 
     version: int = 1
     rank: int
     shard: ShardInfo | None
     leaves: msgspec.Raw = msgspec.Raw(b"{}")  # the rank's Leaves document
     error: str = ""
+    refers: tuple[Referred, ...] = ()
+    via: tuple[int, ...] = ()
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,8 +190,11 @@ def decode(data: bytes, kind: type[T], where: str) -> T:
         value = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise Damaged(f"{where} is not a readable {kind.__name__}: {e}", todo="take another generation") from e
-    if getattr(value, "version", 1) != 1:
-        raise Damaged(f"{where} has version {getattr(value, 'version', '?')}; this release reads version 1", todo="use a newer ftckpt")
+    version, known = getattr(value, "version", 1), (1, REFERRING_VERSION) if kind is Manifest else (1,)
+    if version not in known:
+        raise Damaged(
+            f"{where} has version {version}; this release reads version {' and '.join(map(str, known))}", todo="use a newer ftckpt"
+        )
     return value
 
 
@@ -181,7 +210,9 @@ def record(manifest: Manifest, data: bytes, location: str) -> Entry:
         data: manifest.json as it is stored.
         location: generation directory name.
     """
+    refers = tuple(sorted({r.location for r in manifest.refers}))
     entry = Entry(
+        version=RECORD_REFERRING if refers else RECORD_VERSION,
         index=-1,
         kind="generation",
         log="",
@@ -197,6 +228,8 @@ def record(manifest: Manifest, data: bytes, location: str) -> Entry:
         time=manifest.created,
         participants=manifest.participants,
         metrics=manifest.metrics,
+        refers=refers,
+        via=manifest.via,
     )
     if len(msgspec.json.encode(entry)) <= MAX_ENTRY_BYTES - _ROOM:
         return entry

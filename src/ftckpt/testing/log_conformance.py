@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ftckpt.commitlog.base import KeyValueLog
 from ftckpt.domain.ledger import Entry, Participant
-from ftckpt.errors import ConfigError, Damaged, LogError, NotFound, TailMoved
+from ftckpt.errors import ConfigError, Damaged, LogError, NotFound, TailMoved, Withdrawn
 from ftckpt.ports import Event
 from ftckpt.testing.log_world import World, commit, dense, eventually, fill, generation, replica
 from ftckpt.testing.store_conformance import ConformanceError, expect, expect_error
@@ -213,6 +213,40 @@ def only_an_unpinned_record_before_the_tail_is_withdrawn(world: World) -> None:
 
 
 @_check
+def a_withdrawal_is_noted_until_its_directory_is_said_to_be_gone(world: World) -> None:
+    """The note comes with the withdrawal, belongs to one log, and a withdrawal can be bound to one."""
+    log, other = world.open(world.job), world.open(world.job)
+    entries = fill(log, 4)
+    uuid = log.uuid()
+    expect(log.withdrawn(), {}, "notes before")
+    expect_error(TailMoved, "a withdrawal bound to another log", lambda: log.withdraw(0, expect_tail=3, log="f" * 32))
+    other.withdraw(0, expect_tail=3, log=uuid)
+    log.withdraw(2, expect_tail=3)
+    expect(other.withdrawn(), {0: entries[0].location, 2: entries[2].location}, "notes")
+    log.forget(0, log="f" * 32)
+    expect(sorted(other.withdrawn()), [0, 2], "notes after another log's")
+    log.forget(0, log=uuid)
+    log.forget(0, log=uuid)
+    expect(sorted(other.withdrawn()), [2], "notes after one is gone")
+    log.adopt(log.entries())
+    expect(other.withdrawn(), {}, "notes of a rebuilt log")
+
+
+@_check
+def a_record_is_appended_only_while_what_vouches_for_its_files_exists(world: World) -> None:
+    """The compare is in the same transaction; nothing is appended when it fails, and the tail stays free for another."""
+    log, other = world.open(world.job), world.open(world.job)
+    entries = fill(log, 3)
+    needing = replace(generation(3), refers=(entries[0].location,), via=(0, 1))
+    other.withdraw(0, expect_tail=2)
+    expect_error(Withdrawn, "an append through a withdrawn record", lambda: log.append(needing, expect_tail=2))
+    expect([e.index for e in other.entries()], [1, 2], "entries after the refusal")
+    expect_error(TailMoved, "the tail is looked at first", lambda: log.append(needing, expect_tail=1))
+    stored = log.append(replace(needing, via=(1,)), expect_tail=2)
+    expect((stored.refers, other.entry(3).refers, other.entry(3).via), ((entries[0].location,),) * 2 + ((1,),), "what was stored")
+
+
+@_check
 def pins_and_placements_belong_to_existing_records(world: World) -> None:
     """They are seen by every handle, may be written again, and need a record."""
     log, other = world.open(world.job), world.open(world.job)
@@ -265,6 +299,9 @@ def an_announcement_stands_while_it_is_renewed(world: World) -> None:
     log.announce(replica("a", step=2), ttl=60)
     log.announce(replica("b"), ttl=1.5)
     expect({r.replica: r for r in other.replicas()}, {"a": replica("a", step=2), "b": replica("b")}, "replicas")
+    expect([r.replica for r in other.replicas(limit=1)], ["a"], "the first of them")
+    expect([r.replica for r in other.replicas(after="a", limit=5)], ["b"], "those after a")
+    expect(other.replicas(after="b"), [], "those after the last")
     end = time.monotonic() + 3.0
     while time.monotonic() < end:
         other.announce(replica("a", "i2"), ttl=1.5)

@@ -20,7 +20,7 @@ from ftckpt.flows.leftovers import DOOMED, Mark
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import choose
 from ftckpt.flows.verify import verify
-from ftckpt.format.manifest import encode
+from ftckpt.format.manifest import INTENT, Intent, decode, encode
 from ftckpt.ports import BlobStore, ReplicaInfo
 from ftckpt.stores.local import LocalStore
 from ftckpt.stores.memory import MemoryStore
@@ -331,7 +331,99 @@ def test_an_abandoned_future_neither_counts_nor_evicts(tmp_path: Path) -> None:
         assert steps(w) == [8]
 
 
+@pytest.mark.covers("I7", "F9")
+def test_shards_of_other_ranks_go_too_where_rank_0_died_before_its_first_file(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        at = w.save(10, manifest=False)
+        w.states.pop()
+        intent = decode(w.store.get(w.path(at, INTENT)), Intent, INTENT)
+        w.store.remove(w.path(at, INTENT))
+        w.store.put(w.path(at, "claims/r00001.json"), encode(intent))
+        foreign = f"{JOB}/generations/s000000010-01234567-89abcdef"
+        w.store.put(f"{foreign}/claims/r00001.json", encode(intent))  # of another directory: proves nothing
+        assert gc(w, None).removed == ()  # it may still be completed
+        w.save(15)
+        assert gc(w, None).removed == (w.path(at),)
+        assert w.store.exists(f"{foreign}/claims/r00001.json")
+
+
+@pytest.mark.covers("I7", "I8")
+def test_the_state_that_a_start_from_zero_is_storing_stays_whatever_its_lease_says(tmp_path: Path) -> None:
+    with world(tmp_path / "root") as w:
+        opened, after = open_entry(w.log, None, walk(JOB, 0))
+        assert (opened.step, opened.trajectory) == (0, after.h)
+        seed = write_generation(w.store, w.log, JOB, 0, {"model/w": np.zeros(4, np.float32)}, after, manifest=False)
+        other = write_generation(w.store, w.log, JOB, 0, {"model/w": np.zeros(4, np.float32)}, walk(JOB, 0), manifest=False)
+        report = gc(w)  # nobody is announced
+        assert report.removed == (w.path(other),)
+        assert "began with" in next(left.why for left in report.plan.leftovers if left.path == w.path(seed))
+        w.save(5, after=after)
+        assert gc(w).removed == (w.path(seed),)
+
+
+@pytest.mark.covers("I7", "F16")
+@pytest.mark.parametrize("what", ["its mark could not be written", "its removal was cut short"])
+def test_a_withdrawn_generation_is_known_by_the_log_alone(what: str, tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        if what.startswith("its mark"):
+            store = FaultyStore(w.store, Fault(op="put", times=0), Fault(op="remove_tree", times=0))
+        else:
+            store = FaultyStore(w.store, Fault(op="remove_tree", times=0))
+        assert collect(w.log, store, JOB, KeepLast(1), drain_s=0.1).failed
+        if what.startswith("its removal"):
+            for file in (DOOMED, INTENT, "manifest.json"):
+                w.store.remove(w.path(w.entries[0], file))
+        assert w.log.withdrawn() == {0: w.entries[0].location}
+        assert gc(w).removed == (w.path(w.entries[0]),)
+        assert w.log.withdrawn() == {}
+
+
+def test_a_note_whose_directory_is_gone_is_dropped(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        w.log.withdraw(0, expect_tail=1)
+        w.store.remove_tree(w.path(w.entries[0]))
+        assert (gc(w).removed, w.log.withdrawn()) == ((), {})
+
+
 # ---------------------------------------------------------------- refusals
+@pytest.mark.covers("I8", "I7")
+def test_a_mark_that_claims_a_later_record_shows_that_the_log_went_back(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10, 15) as w:
+        entries = w.log.entries()
+        log = MemoryLog(JOB)
+        uuid = log.adopt(entries[:2])
+        remark(w.store, JOB, log=log.url, uuid=uuid)
+        w.store.put(w.path(w.entries[1], DOOMED), encode(Mark(log=uuid, index=0)))
+        assert make_plan(log, w.store, JOB, KeepLast(None)).tail == 1
+        w.store.put(w.path(w.entries[2], DOOMED), encode(Mark(log=uuid, index=2)))
+        with pytest.raises(LogRegressed, match="went back"):
+            collect(log, w.store, JOB, KeepLast(1), drain_s=0.1)
+        w.store.remove(w.path(w.entries[2], DOOMED))
+        w.store.remove(w.path(w.entries[1], DOOMED))
+        w.store.put(w.path(w.entries[1], DOOMED), encode(Mark(log=uuid, index=1)))  # the tail itself
+        with pytest.raises(LogRegressed, match="went back"):
+            collect(log, w.store, JOB, KeepLast(1), drain_s=0.1)
+        assert len(log.entries()) == 2
+
+
+@pytest.mark.covers("I3", "I7")
+def test_a_plan_is_not_carried_out_on_a_log_that_took_the_place_of_its_own(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+
+        class Rebuilding(FaultyStore):
+            done = False
+
+            def put(self, path: str, data: bytes, *, if_absent: bool = False) -> bool:
+                if path.endswith(DOOMED) and not self.done:
+                    self.done = True
+                    remark(w.store, JOB, log=w.log.url, uuid=w.log.adopt(w.log.entries()))
+                return super().put(path, data, if_absent=if_absent)
+
+        store = Rebuilding(w.store)
+        report = collect(w.log, store, JOB, KeepLast(1), drain_s=0.1, going=lambda: not store.done)
+        assert (report.withdrawn, report.removed, steps(w)) == ((), (), [5, 10])
+
+
 @pytest.mark.covers("I8", "I7")
 def test_a_log_that_went_back_deletes_nothing(tmp_path: Path) -> None:
     with world(tmp_path / "root", 5, 10, 15) as w:
