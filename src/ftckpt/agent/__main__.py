@@ -14,11 +14,14 @@ from pathlib import Path
 import msgspec
 
 from ftckpt import wiring
+from ftckpt.agent.exchange import Exchange
 from ftckpt.agent.process import Agent
 from ftckpt.domain.names import cursor_file
 from ftckpt.errors import AgentError, ConfigError, FtckptError
 from ftckpt.link import launch
 from ftckpt.link.config import AgentConfig
+from ftckpt.ports import BlobStore
+from ftckpt.stores.tiered import TieredStore
 
 _LOCK_POLL_S = 0.02
 
@@ -47,17 +50,25 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
         _hold(lock.fileno(), config.start_timeout_s)
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), str(os.getpid()).encode())
-        store = wiring.open_store(config.root, create=True)
+        store = _store(config)
         log = wiring.open_log(config.log, job=config.job, root_url=config.root, timeout=config.log_timeout_s)
         try:
-            return Agent(config, store, log, journal_path(config)).run(lambda: _say_ready(ready_fd))
+            on_root = wiring.root_path(config.root) is not None and not config.durable
+            return Agent(config, store, log, journal_path(config), on_root=on_root).run(lambda: _say_ready(ready_fd))
         finally:
             log.close()
             store.close()
 
 
+def _store(config: AgentConfig) -> BlobStore:
+    opened = wiring.open_root(config.root, config.durable, acknowledge=config.acknowledge, create=True)
+    if not isinstance(opened, TieredStore):
+        return opened
+    return Exchange(opened.first, opened.durable, acknowledge=config.acknowledge)
+
+
 def journal_path(config: AgentConfig) -> Path:
-    """Where the cursor journal is: beside the generations on a file root, else in the state directory."""
+    """Where the cursor journal is: beside the generations on a file root (with tiers in the first one), else in the state directory."""
     name = cursor_file(config.replica, config.rank).removesuffix(".json") + ".log"
     root = wiring.root_path(config.root)
     if root is not None:

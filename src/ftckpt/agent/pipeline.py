@@ -1,23 +1,28 @@
-"""Composes the agent's threads: persist -> assemble -> commit -> retain, beside them journal, cursors, serve and registry."""
+"""Composes the agent's threads: persist -> assemble (-> place, with tiers) -> commit -> retain, beside them journal, cursors, serve and registry."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ftckpt.agent.assemble import Assemble
 from ftckpt.agent.commit import Commit
 from ftckpt.agent.cursors import Offers
 from ftckpt.agent.desk import Desk
+from ftckpt.agent.exchange import Exchange
 from ftckpt.agent.jobs import Candidate, Job, Rubbish, Written
 from ftckpt.agent.journal import Journal
+from ftckpt.agent.keeper import Keeper
 from ftckpt.agent.persist import Persist, intent_of
+from ftckpt.agent.placing import Placing
 from ftckpt.agent.registry import Registry
 from ftckpt.agent.retain import Done, Retain
 from ftckpt.agent.serve import Offer, Serve
 from ftckpt.agent.slots import Slots
 from ftckpt.agent.work import Worker
+from ftckpt.domain.ledger import Entry
 from ftckpt.errors import FtckptError
 from ftckpt.format.manifest import INTENT, MANIFEST, Intent, decode
 from ftckpt.link import messages as m
@@ -34,14 +39,16 @@ class Pipeline:
 
     Args:
         journal: file of the cursor journal.
+        on_root: it is on the root, where every host finds it; else peers' agents hold its newest entries, too.
     """
 
-    def __init__(self, config: AgentConfig, store: BlobStore, log: CommitLog, desk: Desk, journal: Path) -> None:
+    def __init__(self, config: AgentConfig, store: BlobStore, log: CommitLog, desk: Desk, journal: Path, *, on_root: bool = True) -> None:
         self.desk, self._store, self._log = desk, store, log
         self.slots = Slots(desk)
         self.journal = Journal(journal, desk)
-        self.offers = Offers(store, desk)
-        self.server = Serve(config, log, desk)
+        self.offers = Offers(store.visitor() if isinstance(store, Exchange) else store, desk)
+        self._keeper = None if on_root else Keeper(config, log, self.journal, desk, lambda: self.server.secret)
+        self.server = Serve(config, log, desk, self._keeper.entry if self._keeper is not None else None)
         self.registry = Registry(log, desk, config, lambda: self.server.url)
         self._rubbish: list[Rubbish] = []
         self._persist = Persist(store, desk, self.slots, self._written, lambda: self._persisting.waiting())
@@ -50,8 +57,14 @@ class Pipeline:
         self._assembling: Worker[Written] = Worker("assemble", self._assemble, desk)
         self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=True))
         self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
-        retain = Retain(store, log, desk, lambda: self._retaining.waiting())
+        retain = Retain(store.strict if isinstance(store, Exchange) else store, log, desk, lambda: self._retaining.waiting())
         self._retaining: Worker[Done] = Worker("retain", retain, desk, idle=retain.again)
+        self._placing: Placing | None = None
+        if isinstance(store, Exchange):
+            self._placing = Placing(
+                config, store, log, desk, note=self.registry.note, ready=lambda candidate: self._committing.put(candidate), placed=self._placed
+            )  # fmt: skip
+            self.registry.more = self._placing.told
         self._serving: Worker[Offer | m.Retire | int | None] = Worker(
             "serve", self.server, desk, idle=self._serve_later, idle_s=config.tail_poll_s
         )
@@ -61,8 +74,12 @@ class Pipeline:
         self.journal.open()
         for worker in (self._persisting, self._assembling, self._committing, self._retaining, self._serving):
             worker.start()
+        if self._placing is not None:
+            self._placing.start()
         self.offers.start()
         self.registry.start()
+        if self._keeper is not None:
+            self._keeper.start()
         self._serving.put(None)
 
     # ------------------------------------------------------------ what comes in
@@ -86,12 +103,26 @@ class Pipeline:
         """A session's trainer has a state of its own: what earlier sessions published is not needed any more."""
         self._serving.put(session)
 
+    def recall(self, count: int, answer: Callable[[tuple[int, bytes] | None], None]) -> None:
+        """Tell the newest journal entry at or before ``count`` draws, now or, if others must be asked, within some seconds."""
+        found = self.journal.recall(count)
+        if self._keeper is None or (found is not None and found[0] == count):
+            answer(found)
+        else:
+            self._keeper.ask(count, found, answer)
+
     # ------------------------------------------------------------ state
     @property
     def working(self) -> bool:
         """Whether anything that must be finished is not."""
         workers = (self._persisting, self._assembling, self._committing, self._retaining)
-        return bool(self.desk.flight()) or not all(w.idle for w in workers) or not self.journal.clean
+        placing = self._placing is not None and not self._placing.idle
+        return bool(self.desk.flight()) or placing or not all(w.idle for w in workers) or not self.journal.clean
+
+    @property
+    def moved(self) -> float:
+        """When bytes were last copied from tier to tier (monotonic clock); 0 where there is nothing to copy."""
+        return self._placing.moved if self._placing is not None else 0.0
 
     def close(self, timeout: float) -> None:
         """End the threads, each within its share of ``timeout`` seconds; what hangs is left behind."""
@@ -99,9 +130,13 @@ class Pipeline:
         self.desk.stopping.set()
         self.journal.close(max(0.1, end - time.monotonic()))
         self.registry.close(max(0.1, min(5.0, end - time.monotonic())))
+        if self._keeper is not None:
+            self._keeper.close(max(0.1, min(2.0, end - time.monotonic())))
         self.server.close(max(0.1, min(5.0, end - time.monotonic())))
         for worker in (self._persisting, self._assembling, self._committing, self._retaining, self._serving):
             worker.stop(max(0.1, min(1.0, end - time.monotonic())))
+        if self._placing is not None:
+            self._placing.stop(max(0.1, min(1.0, end - time.monotonic())))
 
     # ------------------------------------------------------------ from thread to thread
     def _written(self, written: Written) -> None:
@@ -109,7 +144,13 @@ class Pipeline:
         self._assembling.put(written)
 
     def _durable(self, candidate: Candidate) -> None:
-        self._committing.put(candidate)
+        if self._placing is not None:
+            self._placing.candidate(candidate)
+        else:
+            self._committing.put(candidate)
+
+    def _placed(self, job: Job, entry: Entry) -> None:
+        self._retaining.put(Done(job.config, entry.index, time.monotonic()))
 
     def _abandoned(self, job: Job, *, judged: bool = False) -> None:
         delay = 0.0 if job.config.group_world_size == 1 else REMOVE_AFTER_S
@@ -119,8 +160,10 @@ class Pipeline:
         """On the thread ``commit``: a generation to commit, or an attempt that will never be committed."""
         if isinstance(item, Candidate):
             entry = self._commit(item)
-            if entry is not None:
-                self._retaining.put(Done(item.job.config, entry.index, time.monotonic()))
+            if entry is not None and self._placing is not None:
+                self._placing.recorded(item.job, entry)
+            elif entry is not None:
+                self._placed(item.job, entry)
         else:
             self._rubbish.append(item)
         self._sweep()

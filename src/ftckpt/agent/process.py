@@ -43,13 +43,14 @@ class Agent:
 
     Args:
         journal: file of the cursor journal.
+        on_root: it is on the root that all hosts share.
     """
 
-    def __init__(self, config: AgentConfig, store: BlobStore, log: CommitLog, journal: Path) -> None:
+    def __init__(self, config: AgentConfig, store: BlobStore, log: CommitLog, journal: Path, *, on_root: bool = True) -> None:
         self.config = config
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._desk = Desk(self._wake)
-        self._pipeline = Pipeline(config, store, log, self._desk, journal)
+        self._pipeline = Pipeline(config, store, log, self._desk, journal, on_root=on_root)
         self._selector = selectors.DefaultSelector()
         self._socket = launch.paths_of(config).socket
         self._listener: socket.socket | None = None
@@ -304,6 +305,7 @@ class Agent:
             gone_since=self._gone_since,
             bye=self._bye,
             working=pipeline.working,
+            moved=pipeline.moved,
             offering=bool(pipeline.offers.unplaced),
             serving=bool(pipeline.slots.held() or pipeline.server.published),
             terminated=self._terminated,

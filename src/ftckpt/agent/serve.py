@@ -16,7 +16,7 @@ from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import CommitLog
 from ftckpt.transfer.document import SnapshotDoc
-from ftckpt.transfer.server import SnapshotServer
+from ftckpt.transfer.server import JournalSource, SnapshotServer
 from ftckpt.transfer.tls import serving
 
 logger = logging.getLogger("ftckpt.agent")
@@ -38,8 +38,9 @@ class Serve:
     The server starts when the job's secret is known: given, or read from the log. Offers wait for it.
     """
 
-    def __init__(self, config: AgentConfig, log: CommitLog, desk: Desk) -> None:
-        self._config, self._log, self._desk = config, log, desk
+    def __init__(self, config: AgentConfig, log: CommitLog, desk: Desk, journal: JournalSource | None = None) -> None:
+        self._config, self._log, self._desk, self._journal = config, log, desk, journal
+        self.secret = b""  # of the job, once known
         self._server: SnapshotServer | None = None
         self._waiting: dict[str, Offer] = {}
         self._published: dict[str, int] = {}
@@ -85,9 +86,10 @@ class Serve:
                     self._config.job,
                     advertise=self._config.advertise or None,
                     tls=serving(self._config.tls_cert, self._config.tls_key),
+                    journal=self._journal,
                 )
                 server.start()
-                self._server = server
+                self._server, self.secret = server, secret
                 self._desk.post(0, m.Serving(url=server.url))
             except FtckptError as e:
                 if isinstance(e, ConfigError) or not self._warned:

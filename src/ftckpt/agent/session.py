@@ -67,9 +67,7 @@ class Session:
             case m.Attach(arena=number, slots=slots, slot_bytes=slot_bytes):
                 pipeline.slots.attach(self.number, number, Arena.attach(self.channel.take_fd(), slots, slot_bytes))
             case m.Recall(token=token, count=count):
-                found = pipeline.journal.recall(count)
-                ordinal, state = found or (0, b"")
-                self.channel.post(m.Journal(token=token, ordinal=ordinal, state=state, found=found is not None))
+                pipeline.recall(count, lambda found: pipeline.desk.post(self.number, _answer(token, found)))
             case m.Drain(token=token):
                 self._drains.append(token)
             case m.Bye():
@@ -117,6 +115,11 @@ class Session:
         if not self._moved_on:
             self._moved_on = True
             self._pipeline.supersede(self.number)
+
+
+def _answer(token: int, found: tuple[int, bytes] | None) -> m.Journal:
+    ordinal, state = found or (0, b"")
+    return m.Journal(token=token, ordinal=ordinal, state=state, found=found is not None)
 
 
 def _releaser(image: memoryview, release: Callable[[], None]) -> Callable[[], None]:

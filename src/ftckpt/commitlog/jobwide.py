@@ -54,17 +54,21 @@ class JobWide(Session):
                 return
             found = outcome.results[0]
 
-    def replicas(self, *, timeout: float | None = None) -> list[ReplicaInfo]:
+    def replicas(self, *, after: str = "", limit: int | None = None, timeout: float | None = None) -> list[ReplicaInfo]:
         """See :class:`ftckpt.ports.CommitLog`."""
         found: list[ReplicaInfo] = []
         start, end = span(self._keys.replicas)
+        if after:
+            start = self._keys.replica(after) + "\0"
         deadline = self._deadline(timeout)
-        while True:
-            items = self._kv.transact([], [Range(start, end, limit=PAGE)], deadline=deadline, effect="read").results[0]
+        while limit is None or len(found) < limit:
+            page = PAGE if limit is None else min(PAGE, limit - len(found))
+            items = self._kv.transact([], [Range(start, end, limit=page)], deadline=deadline, effect="read").results[0]
             found += [info for item in items if (info := decode_replica(item.value)) is not None]
-            if len(items) < PAGE:
-                return found
+            if len(items) < page:
+                break
             start = items[-1].key + "\0"
+        return found
 
     def emit(self, event: Event, *, timeout: float | None = None) -> None:
         """See :class:`ftckpt.ports.CommitLog`. About the newest thousand are kept."""

@@ -51,6 +51,13 @@ class SnapshotLine(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
+class JournalLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a rank's cursor journal: its loader's state after ``ordinal`` draws (bytes; base64 in JSON)."""
+
+    ordinal: int
+    state: bytes
+
+
 def content_of(table: TensorTable) -> str:
     """sha256 (hex) over a table and its digests: the identity of the bytes that it describes."""
     return hashlib.sha256(msgspec.json.encode(table, order="deterministic")).hexdigest()

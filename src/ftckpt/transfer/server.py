@@ -19,13 +19,15 @@ from ftckpt.domain.names import check_name
 from ftckpt.errors import ConfigError
 from ftckpt.format.digest import digest_blocks
 from ftckpt.transfer.auth import check_request, derive_key, sign_answer
-from ftckpt.transfer.document import SnapshotDoc, SnapshotLine, encode
+from ftckpt.transfer.document import JournalLine, SnapshotDoc, SnapshotLine, encode
 from ftckpt.transfer.listener import Listener
 from ftckpt.transfer.shelf import Item, Shelf
 from ftckpt.transfer.wire import BadMessage, Channel, Request, parse_range, parse_request, render_answer
 
 log = logging.getLogger("ftckpt.transfer.server")
 PROOF = "X-Ftckpt-Proof"
+JournalSource = Callable[[str, int, int | None], tuple[int, bytes] | None]
+"""Given a replica, a rank of it and a count of draws (None: whatever is newest): the newest (ordinal, loader state) not above it."""
 LINGER_S = 0.25  # after refusing a malformed request
 
 
@@ -61,6 +63,7 @@ class SnapshotServer:
         job: the job's name.
         advertise: host or ``host:port`` that ``url`` names instead of the bound one, e.g. behind NAT.
         limits: bounds on requests and connections.
+        journal: newest cursor journal entry of a replica's rank at or below a count, as far as this agent knows.
         tls: server-side context; None serves plain HTTP (signed and digest-checked, not encrypted).
         clock: seconds since the epoch, for the expiry of signatures.
     """
@@ -76,7 +79,9 @@ class SnapshotServer:
         limits: ServerLimits | None = None,
         tls: ssl.SSLContext | None = None,
         clock: Callable[[], float] = time.time,
+        journal: JournalSource | None = None,
     ) -> None:
+        self._journal = journal
         self.job = check_name("job", job)
         if not host or (host in ("0.0.0.0", "::") and not advertise):
             raise ConfigError(
@@ -213,8 +218,18 @@ class SnapshotServer:
             case ["v1", self.job, "snapshots", name, "data"]:
                 with self._shelf.lend(name) as item:
                     self._send_data(channel, request, mac, _present(item, name), span)
+            case ["v1", self.job, "journals", replica, rank] if rank.isascii() and rank.isdigit() and len(rank) <= 9:
+                self._answer(channel, request, mac, 200, encode(self._journalled(replica, int(rank), request.query.get("count", ""))))
             case _:
                 raise BadMessage(404, "no such path, or another job")
+
+    def _journalled(self, replica: str, rank: int, count: str) -> JournalLine:
+        if count and not (count.isascii() and count.isdigit() and len(count) <= 18):
+            raise BadMessage(400, "count is not a number of draws")
+        found = self._journal(replica, rank, int(count) if count else None) if self._journal is not None else None
+        if found is None:
+            raise BadMessage(404, f"no journal entry of {replica[:80]} rank {rank} is known here")
+        return JournalLine(ordinal=found[0], state=found[1])
 
     def _wait(self, request: Request) -> float:
         try:
