@@ -65,10 +65,14 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Why a generation cannot be loaded: the part (a file, or "directory") and the reason."""
+    """Why a generation cannot be loaded: the part (a file, or "directory") and the reason.
+
+    ``unread``: the store failed, so that nothing is known of the bytes; it may pass.
+    """
 
     part: str
     reason: str
+    unread: bool = False
 
 
 Findings = Mapping[str, Fault | None]  # location -> what verifying it found; None: sound

@@ -5,6 +5,8 @@ The decision itself is ``domain.sources``. Writes nothing, unless told to append
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -21,8 +23,12 @@ from ftckpt.format.manifest import record
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.wiring import read_marker, remark
 
+logger = logging.getLogger("ftckpt")
+
 Level = Literal["headers", "full"]
 ROUNDS = 8  # how often the choice begins anew when the tail moves meanwhile
+UNREAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Waits between tries to read a generation while the store fails: taking an older one leaves the newer ones behind for good."""
 
 
 def view(log: CommitLog, *, timeout: float | None = None) -> LogView:
@@ -90,10 +96,12 @@ def choose(
             to do. StoreError: the root cannot be listed.
     """
     findings = {} if findings is None else findings
+    pauses = list(UNREAD_PAUSES_S)
 
     def probe(location: str, entry: Entry | None) -> Fault | None:
         if location not in findings:
-            findings[location] = verify(store, job, location, entry, full=verify_level == "full", progress=progress).fault
+            level = verify_level == "full"
+            findings[location] = _patiently(lambda: verify(store, job, location, entry, full=level, progress=progress).fault, pauses)
         return findings[location]
 
     for _ in range(ROUNDS):
@@ -105,6 +113,16 @@ def choose(
             return choice
         adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
     raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
+
+
+def _patiently(check: Callable[[], Fault | None], pauses: list[float]) -> Fault | None:
+    """The same again as long as it is only the store that fails, until all pauses are used up."""
+    fault = check()
+    while fault is not None and fault.unread and pauses:
+        logger.warning("%s cannot be read now (%s); trying again in %g s", fault.part, fault.reason, pauses[0])
+        time.sleep(pauses.pop(0))
+        fault = check()
+    return fault
 
 
 def _rebind(log: CommitLog, store: BlobStore, job: str) -> None:

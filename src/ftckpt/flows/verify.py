@@ -18,11 +18,12 @@ Progress = Callable[[str, int], None]  # file, bytes just checked
 
 
 class FileReport(msgspec.Struct, frozen=True):
-    """One file: its size in bytes as the manifest says, and what is wrong with it (empty: nothing)."""
+    """One file: its size in bytes as the manifest says, what is wrong with it (empty: nothing), and whether that is only that the store failed."""
 
     file: str
     bytes: int
     fault: str = ""
+    unread: bool = False
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +42,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fault(self) -> Fault | None:
-        """The first file that did not match."""
-        return next((Fault(f.file, f.fault) for f in self.files if f.fault), None)
+        """The first file that did not match, or else the first that could not be read."""
+        return next((Fault(f.file, f.fault, f.unread) for f in sorted(self.files, key=lambda f: f.unread) if f.fault), None)
 
 
 def verify(
@@ -68,7 +69,8 @@ def verify(
     try:
         manifest, data = read_manifest(store, job, location, entry)
     except (Damaged, StoreError) as e:
-        return VerifyReport(location=location, step=step, index=index, level=level, files=(FileReport(MANIFEST, 0, e.what),))
+        found = FileReport(MANIFEST, 0, e.what, _is_store(e))
+        return VerifyReport(location=location, step=step, index=index, level=level, files=(found,))
     files = [FileReport(MANIFEST, len(data), _contradiction(manifest, entry))]
     files += _files(store, job, location, manifest, full, progress, threads)
     return VerifyReport(location=location, step=manifest.step, index=index, level=level, files=tuple(files))
@@ -95,9 +97,9 @@ def _files(
     store: BlobStore, job: str, location: str, manifest: Manifest, full: bool, progress: Progress | None, threads: int
 ) -> Iterator[FileReport]:
     for small in (manifest.leaves, *(c.file for c in manifest.cursors)):
-        yield FileReport(small.file, small.bytes, _fault(partial(read_small, store, job, location, small)))
+        yield FileReport(small.file, small.bytes, *_fault(partial(read_small, store, job, location, small)))
     for shard in manifest.shards:
-        yield FileReport(shard.file, shard.bytes, _fault(partial(_check_shard, store, job, location, shard, full, progress, threads)))
+        yield FileReport(shard.file, shard.bytes, *_fault(partial(_check_shard, store, job, location, shard, full, progress, threads)))
 
 
 def _check_shard(store: BlobStore, job: str, location: str, shard: ShardInfo, full: bool, progress: Progress | None, threads: int) -> None:
@@ -109,10 +111,15 @@ def _check_shard(store: BlobStore, job: str, location: str, shard: ShardInfo, fu
             image.verify(partial(progress, shard.file) if progress is not None else None, threads)
 
 
-def _fault(check: Callable[[], object]) -> str:
-    """What a check raised; empty if it passed."""
+def _fault(check: Callable[[], object]) -> tuple[str, bool]:
+    """What a check raised (empty if it passed), and whether it was the store that failed."""
     try:
         check()
     except (Damaged, NotFound, StoreError) as e:
-        return e.what
-    return ""
+        return e.what, _is_store(e)
+    return "", False
+
+
+def _is_store(error: Exception) -> bool:
+    """Whether the bytes could not be read, rather than being wrong or missing."""
+    return isinstance(error, StoreError) and not isinstance(error, (Damaged, NotFound))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from ftckpt.domain.sources import Choice, Fault, Newest, Request
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, TailMoved
 from ftckpt.flows.readers import reading
-from ftckpt.flows.select import choose
+from ftckpt.flows.select import UNREAD_PAUSES_S, choose
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
@@ -68,6 +69,8 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
         raise kind(self.texts[0], now=self.texts[1], todo=self.texts[2])
 
 
+logger = logging.getLogger("ftckpt")
+
 _MENDED_BY_ANOTHER = ("Damaged", "StoreError", "NotFound")  # another generation may still be loaded
 
 
@@ -113,7 +116,7 @@ class Resumer:
         Raises:
             Damaged: it cannot be loaded; on all ranks alike.
         """
-        loaded, fault = self._try(choice, options)
+        loaded, fault, _ = self._try(choice, options)
         if loaded is None or fault:
             raise Damaged(
                 f"{choice.location} cannot be loaded: {fault}",
@@ -136,13 +139,18 @@ class Resumer:
         """
         began, self._options = time.monotonic(), options
         faults: dict[str, Fault | None] = {}
+        pauses = list(UNREAD_PAUSES_S)
         while True:
             choice = first or self._choose(request, faults, adopt=self._writes)
             if not choice.location:
                 return self._begin(choice, opening, began)
-            loaded, fault = self._try(choice, options)
+            loaded, fault, unread = self._try(choice, options)
             if loaded is not None and not fault:
                 return self._settled(choice, loaded, opening, began)
+            if unread and pauses:  # as many tries on every rank
+                logger.warning("%s cannot be read now (%s); trying again in %g s", choice.location, fault, pauses[0])
+                time.sleep(pauses.pop(0))
+                continue
             if not isinstance(request, Newest) or first is not None:
                 raise Damaged(
                     f"{choice.location} cannot be loaded: {fault}",
@@ -164,7 +172,7 @@ class Resumer:
             )
         source = self._log.entry(tail.base) if tail.kind == "open" else tail
         options = msgspec.structs.replace(self._options, only=None, with_cursor=True)
-        loaded, fault = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), options)
+        loaded, fault, _ = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), options)
         if loaded is None or fault:
             raise NothingLoadable(
                 f"the tail #{index} (step {tail.step}) cannot be loaded: {fault}", todo="start this replica again; it chooses an older one"
@@ -203,8 +211,8 @@ class Resumer:
     def _live_elsewhere(self) -> bool:
         return any(r.state == "live" for r in self._log.replicas() if r.replica != self._replica.replica)
 
-    def _try(self, choice: Choice, options: LoadOptions) -> tuple[Loaded | None, str]:
-        """Load on every rank; the fault is the first rank's that could not, and the same on all.
+    def _try(self, choice: Choice, options: LoadOptions) -> tuple[Loaded | None, str, bool]:
+        """Load on every rank; the fault is the first rank's that could not, and the same on all, and whether it was only that the store failed.
 
         Raises:
             FtckptError: what no other generation would mend (Mismatch, DataError ...), on all ranks alike.
@@ -226,7 +234,7 @@ class Resumer:
         for word in failed:
             if word.error not in _MENDED_BY_ANOTHER:
                 word.refuse()
-        return loaded, next((w.texts[0] for w in failed), "")
+        return loaded, next((w.texts[0] for w in failed), ""), all(w.error == "StoreError" for w in failed)
 
     def _settled(self, choice: Choice, loaded: Loaded, opening: str, began: float) -> ResumeReport:
         base = choice.entry.index if choice.entry is not None else -1

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from ftckpt.domain.ledger import Entry
@@ -15,6 +16,7 @@ from ftckpt.errors import FtckptError, LogRegressed, LogUnreachable, NotFound, N
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import choose
 from ftckpt.ports import CommitLog
+from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.testing.generations import flip, shorten, walk, write_generation
 from ftckpt.wiring import open_log
 from unit.flows.flowkit import JOB, world
@@ -58,6 +60,18 @@ def test_a_flipped_payload_bit_is_left_to_the_load_when_only_headers_are_verifie
         assert choose(w.log, w.store, JOB).step == 10
         findings = dict.fromkeys([w.entries[-1].location], choose(w.log, w.store, JOB, verify_level="full").rejected[0])
         assert choose(w.log, w.store, JOB, findings=findings).step == 5  # what the loader found out is taken into account
+
+
+@pytest.mark.covers("F25", "I7")
+@pytest.mark.parametrize("part", [PARTS[0], PARTS[2], PARTS[-1]])
+def test_a_store_that_fails_for_a_while_costs_no_generation(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.flows.select.UNREAD_PAUSES_S", (0.01, 0.01))
+    with world(tmp_path / "root", 5, 10) as w:
+        fault = Fault(op="*", path=w.path(w.entries[-1], part), times=2)
+        choice = choose(w.log, FaultyStore(w.store, fault), JOB)
+        assert (choice.step, choice.opens, choice.rejected) == (10, False, ())
+        lasting = choose(w.log, FaultyStore(w.store, msgspec.structs.replace(fault, times=0)), JOB)
+        assert (lasting.step, lasting.opens, lasting.rejected[0].part) == (5, True, part)
 
 
 @pytest.mark.covers("F1", "F14", "D1", "I1")
