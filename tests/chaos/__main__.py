@@ -16,9 +16,10 @@ from chaos.checkers.verdicts import STATUS, Verdict, overall
 from chaos.evidence import Evidence, load, store
 from chaos.nemeses.schedule import KINDS, possible, schedule
 from chaos.runner import Runner, describe, folder_for
-from chaos.workloads.jobs import WORKLOADS, Plan
+from chaos.workloads.jobs import PEERS, WORKLOADS, Plan
+from chaos.workloads.network import have_network
 
-QUIET = ("restart", "hung", "undo", "healthy", "calm", "goal", "stuck")
+QUIET = ("restart", "hung", "undo", "healthy", "calm", "goal", "stuck", "skipped", "rebuilt", "kill-before-point")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,10 +30,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nemesis", action="append", default=[], metavar="NAME", help=f"only these: {', '.join(KINDS)}")
     parser.add_argument("--kills", type=int, default=0, help="end after so many faults, whatever the time")
     parser.add_argument("--overlap", type=float, default=0.25, help="share of faults that come at any moment, recovered or not")
-    parser.add_argument("--log", choices=("sqlite", "etcd"), default="sqlite")
+    parser.add_argument("--log", choices=("sqlite", "etcd", "etcd3"), default="sqlite", help="etcd3: three members")
     parser.add_argument(
-        "--rendezvous", choices=("c10d", "etcd", "etcd-v2", "etcd-v3"), default="etcd-v3", help="of torchrun, with --log etcd"
+        "--rendezvous", choices=("c10d", "etcd", "etcd-v2", "etcd-v3"), help="of torchrun; default: etcd-v3 where the log is in etcd"
     )
+    parser.add_argument("--no-network", action="store_true", help="no network namespaces, even where root allows them")
     parser.add_argument("--small-disk", action="store_true", help="root on a small tmpfs of its own (needs root): allows disk-full")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds within which a job must recover")
     parser.add_argument("--slow", type=float, default=0.05, help="seconds of sleep in each step")
@@ -47,7 +49,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def needs_of(args: argparse.Namespace, workload: str) -> list[str]:
     """What a job of this kind has that faults can be done to."""
-    has = {"group": workload != "solo", "peers": workload in ("torchft", "fsdp"), "etcd": args.log == "etcd", "small-disk": args.small_disk}
+    has = {
+        "group": workload != "solo" or (args.rendezvous or "c10d") != "c10d",
+        "peers": workload in PEERS,
+        "etcd": args.log != "sqlite",
+        "etcd3": args.log == "etcd3",
+        "network": args.network,
+        "small-disk": args.small_disk,
+    }
     return [name for name, there in has.items() if there]
 
 
@@ -58,7 +67,8 @@ def one(args: argparse.Namespace, workload: str) -> tuple[Evidence, Path]:
         workload=workload,
         folder=folder,
         log=args.log,
-        rendezvous=args.rendezvous,
+        rendezvous=args.rendezvous or ("c10d" if args.log == "sqlite" else "etcd-v3"),
+        network=args.network,
         save_every=args.save_every,
         slow=args.slow,
         workers=args.workers,
@@ -107,6 +117,7 @@ def report(e: Evidence, verdicts: list[Verdict]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    args.network = not args.no_network and have_network()
     workloads = args.workload or ["torchft"]
     if args.plan:
         for workload in workloads:

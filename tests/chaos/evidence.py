@@ -52,12 +52,18 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     passed_over: tuple[str, ...] = ()
 
 
-class Poll(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at the commit log: how many entries it had, and those that were not seen like this before."""
+class Poll(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One look at the commit log: how many entries it had, and those that were not seen like this before.
+
+    Args:
+        life: how often the log had been rebuilt by then. stale: it was back at an old backup.
+    """
 
     time: float
     count: int
     fresh: tuple[Entry, ...] = ()
+    life: int = 0
+    stale: bool = False
 
 
 class Happened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,6 +87,10 @@ class Happened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     location: str = ""
     seconds: float = 0.0
     text: str = ""
+
+    def renamed(self, kind: str) -> Happened:
+        """The same under another name."""
+        return msgspec.structs.replace(self, kind=kind)
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +138,11 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the checkers judge from."""
+    """Everything that the checkers judge from.
+
+    Args:
+        foreign: what one of two jobs on one log and root has of the other's, or lacks of its own.
+    """
 
     run: Run
     lines: tuple[Line, ...] = ()
@@ -140,6 +154,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     made: tuple[Made, ...] = ()
     left: tuple[str, ...] = ()
     usage: tuple[Usage, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 def write_lines(path: Path, values: Iterable[object]) -> None:
@@ -170,12 +185,14 @@ def store(folder: Path, e: Evidence) -> None:
     for name in ("polls", "entries", "happened", "verified", "usage"):
         write_lines(folder / f"{name}.jsonl", getattr(e, name))
     (folder / "left.json").write_bytes(msgspec.json.encode(e.left))
+    (folder / "foreign.json").write_bytes(msgspec.json.encode(e.foreign))
 
 
 def load(folder: Path) -> Evidence:
     """Read a run's evidence again, so that it can be judged again."""
     run = msgspec.json.decode((folder / "run.json").read_bytes(), type=Run)
     uses, made = read_audit(folder / "root" / run.job / "audit")
+    foreign = folder / "foreign.json"
     return Evidence(
         run=run,
         lines=tuple(read_history(folder / "history")),
@@ -187,4 +204,5 @@ def load(folder: Path) -> Evidence:
         made=tuple(made),
         left=tuple(msgspec.json.decode((folder / "left.json").read_bytes(), type=list[str])),
         usage=tuple(read_lines(folder / "usage.jsonl", Usage)),
+        foreign=tuple(msgspec.json.decode(foreign.read_bytes(), type=list[str])) if foreign.exists() else (),
     )

@@ -12,8 +12,10 @@ import msgspec
 import psutil
 
 from chaos.evidence import Damage, Evidence, Happened, Line, Poll, Run, Usage, read_history
-from chaos.nemeses.acts import Nothing, Undo, act
-from chaos.nemeses.schedule import Planned
+from chaos.nemeses.acts import act
+from chaos.nemeses.done import Nothing, Undo
+from chaos.nemeses.orders import disarm
+from chaos.nemeses.schedule import KINDS, Planned
 from chaos.workloads.jobs import Job, Plan, is_trainer
 from ftckpt.data.audit import read_audit
 from ftckpt.domain.ledger import Entry
@@ -26,7 +28,6 @@ from ftckpt.wiring import open_log, open_store
 TICK_S = 0.1
 LOG_S = 0.5
 USAGE_S = 5.0
-WILLING_S = 20.0  # that a fault waits until it can be done
 GONE_S = 60.0  # until agents, which linger a while, have gone
 SMALL_DISK = "64m"
 
@@ -57,7 +58,7 @@ class Runner:
         self.done = 0
         self._undo: list[tuple[float, Undo, str]] = []
         self._disturbed = self._well_since = self._looked = self._measured = 0.0
-        self._told = 0
+        self._told = self._life = 0
         self._cut = ""
 
     # ------------------------------------------------------------------ the run
@@ -114,7 +115,7 @@ class Runner:
 
     def _do(self, planned: Planned) -> None:
         hurt = frozenset(h.location for h in self.happened if h.location)
-        end = time.time() + WILLING_S
+        end = time.time() + KINDS[planned.kind].willing
         while True:
             self._look(force=True)
             try:
@@ -122,7 +123,9 @@ class Runner:
                 break
             except Nothing as e:
                 if time.time() > end:
-                    self.tell(f"not done: {e}")
+                    disarm(self.job)
+                    self.tell(f"not done: {planned.kind}: {e}")
+                    self.happened.append(Happened(kind="skipped", time=time.time(), text=planned.kind))
                     return
             self._tick()
         self.done += 1
@@ -177,7 +180,7 @@ class Runner:
             self._disturbed = time.time()
         self.job.supervise(now)
         for h in self.happened[self._told :]:
-            if h.kind in ("restart", "hung"):
+            if h.kind in ("restart", "hung", "rebuilt"):
                 self.tell(f"   {h.kind} {' '.join(h.units)}: {h.text}")
         self._told = len(self.happened)
         if not self._well_since and self._healthy():
@@ -209,7 +212,7 @@ class Runner:
         if not force and now - self._looked < LOG_S:
             return
         self._looked = now
-        if self.job.etcd is not None and (not self.job.etcd.pid or any(kind == "pause-etcd" for _, _, kind in self._undo)):
+        if not self.job.log_answers:
             return
         try:
             log = open_log(self.job.log_url, job=self.plan.job, root_url=self.job.root)
@@ -219,10 +222,14 @@ class Runner:
                 log.close()
         except FtckptError:
             return
+        life, stale = self.job.life, self.job.regressed
+        if life != self._life:
+            self._life, self.entries = life, {}  # rebuilt: another log
         fresh = tuple(x for x in entries if self.entries.get(x.index) != x)
         if fresh or (self.polls and len(entries) != self.polls[-1].count):
-            self.polls.append(Poll(time=time.time(), count=len(entries), fresh=fresh))
-            self.entries.update({x.index: x for x in fresh})
+            self.polls.append(Poll(time=time.time(), count=len(entries), fresh=fresh, life=life, stale=stale))
+            if not stale:
+                self.entries.update({x.index: x for x in fresh})
 
     def _measure(self, now: float) -> None:
         for unit in self.job.units:
@@ -282,8 +289,31 @@ class Runner:
         )  # fmt: skip
         return Evidence(
             run=run, lines=tuple(read_history(self.job.history)), polls=tuple(self.polls), entries=tuple(entries), happened=tuple(self.happened),
-            verified=tuple(verified), uses=tuple(uses), made=tuple(made), left=tuple(left), usage=tuple(self.usage),
+            verified=tuple(verified), uses=tuple(uses), made=tuple(made), left=tuple(left), usage=tuple(self.usage), foreign=self._foreign(),
         )  # fmt: skip
+
+    def _foreign(self) -> tuple[str, ...]:
+        """What is wrong between this job and the other one on its log and root, if there was one."""
+        beside, found = self.job.neighbour, []
+        if beside is None:
+            return ()
+        store, log = open_store(self.job.root), open_log(self.job.log_url, job=beside.plan.job, root_url=self.job.root)
+        try:
+            entries = log.entries()
+            for x in entries:
+                if x.kind == "generation" and (fault := verify(store, beside.plan.job, x.location, x).fault):
+                    found.append(f"{beside.plan.job}: {x.location}: {fault}")
+        finally:
+            log.close()
+            store.close()
+        if not any(x.kind == "generation" for x in entries):
+            found.append(f"{beside.plan.job} has committed nothing")
+        shared = {x.trajectory for x in entries} & {x.trajectory for x in self.entries.values()}
+        found += [f"both jobs have an entry of trajectory {h[:8]}" for h in shared]
+        steps = [x.step for x in read_history(beside.history) if x.kind == "resumed"]
+        if any(step == 0 for step in steps[1:]) and any(x.kind == "generation" for x in entries[:1]):
+            found.append(f"{beside.plan.job} began at zero again: it resumed at steps {steps}")
+        return tuple(found)
 
 
 def folder_for(base: Path, name: str) -> Path:

@@ -141,6 +141,26 @@ def skipped(e: Evidence) -> Evidence:
     return swap(e, uses=tuple(msgspec.structs.replace(u, ids=(99,)) if (u.ordinal, u.member) == (3, MEMBERS[1]) else u for u in e.uses))
 
 
+def rebuilt(e: Evidence) -> Evidence:
+    """The same, but that the log of the first two generations was rebuilt before the second life began, after a backup without #1 was put back."""
+    polls = [*e.polls[:2], Poll(time=T0 + 5.1, count=1, stale=True), Poll(time=T0 + 5.3, count=2, fresh=e.entries[:2], life=1)]
+    polls += [msgspec.structs.replace(p, life=1) for p in e.polls[2:]]
+    return swap(e, polls=tuple(polls), happened=(*e.happened, Happened(kind="rebuilt", time=T0 + 5.25)))
+
+
+def written_to_an_old_log(e: Evidence) -> Evidence:
+    e = rebuilt(e)
+    wrong = msgspec.structs.replace(e.polls[2], count=2, fresh=(entry(1, path(5)[5]),))
+    return swap(e, polls=(*e.polls[:2], wrong, *e.polls[3:]))
+
+
+def lost_by_rebuilding(e: Evidence) -> Evidence:
+    """Generation #0 is in the first log, and not in the rebuilt one."""
+    e = rebuilt(e)
+    gone = [entry(0, path(5)[4]), *(msgspec.structs.replace(x, index=x.index - 1, prev=x.prev - 1, base=x.base - 1) for x in e.entries[2:])]
+    return swap(e, entries=tuple(gone), polls=(*e.polls[:3], Poll(time=T0 + 5.3, count=3, fresh=tuple(gone), life=1)))
+
+
 PLANTED: list[tuple[str, Checker, Change, str]] = [
     ("a generation vanishes", log.acknowledged, lambda e: swap(e, entries=e.entries[:-1]), "gone"),
     (
@@ -155,6 +175,10 @@ PLANTED: list[tuple[str, Checker, Change, str]] = [
         lambda e: swap(e, lines=(*e.lines, line("acked", 0, 20, path(5)[5], index=1))),
         "was told",
     ),
+    ("a write to a log that went back", log.acknowledged, written_to_an_old_log, "had gone back"),
+    ("a generation that rebuilding lost", log.acknowledged, lost_by_rebuilding, "before it was rebuilt"),
+    ("an older generation after rebuilding", states.restored, lambda e: resumed_at(0)(rebuilt(e)), "though #1"),
+    ("two jobs mixed", ending.apart, lambda e: swap(e, foreign=("both jobs have an entry",)), "both jobs"),
     ("the log goes back", log.acknowledged, lambda e: swap(e, polls=(*e.polls, Poll(time=T0 + 14, count=2))), "went back"),
     ("a gap in the log", log.one_chain, lambda e: with_entry(e, 3, index=5, prev=4), "indices"),
     ("two logs", log.one_chain, lambda e: with_entry(e, 3, log="v"), "several logs"),
@@ -261,6 +285,10 @@ def test_an_opening_stands_for_its_base() -> None:
     assert states.restored(e).word == "valid"
     assert states.bytes_equal(e).word == "valid"
     assert states.bytes_equal(one_line("resumed", 20, 4, params="x")(e)).word == "invalid"
+
+
+def test_a_log_that_was_rebuilt_is_judged_by_what_it_had_before_and_has_now() -> None:
+    assert [v for v in judge(rebuilt(good())) if v.word != "valid"] == []
 
 
 def test_the_worst_word_counts() -> None:

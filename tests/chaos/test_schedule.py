@@ -24,9 +24,9 @@ def test_a_seed_gives_the_same_schedule_again_and_another_seed_another() -> None
 
 
 def test_every_possible_kind_comes_and_its_hold_is_within_bounds() -> None:
-    kinds = possible(["peers", "group", "etcd", "small-disk"])
+    kinds = possible(["peers", "group", "etcd", "etcd3", "network", "small-disk"])
     assert set(kinds) == set(KINDS)
-    drawn = first(1, kinds, 2000)
+    drawn = first(1, kinds, 4000)
     assert {p.kind for p in drawn} == set(kinds)
     assert all(KINDS[p.kind].hold[0] <= p.hold <= KINDS[p.kind].hold[1] for p in drawn)
     assert {p.wait for p in drawn} == {"healthy", "moment"}

@@ -1,4 +1,4 @@
-"""Real etcd processes on loopback for tests: start, pause, kill, restart, compact; each is ended by its own pid, also when the test dies."""
+"""Real etcd processes on this machine for tests: start, pause, kill, restart, compact; each is ended by its own pid, also when the test dies."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class EtcdServer:
         tls: certificate, key and CA file: serve TLS and ask for client certificates of that CA.
         directory: data directory; a temporary one, removed at the end, when left out.
         fsync: whether etcd syncs its log to disk.
+        host: address of this machine that it listens on.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class EtcdServer:
         tls: tuple[str, str, str] | None = None,
         directory: Path | None = None,
         fsync: bool = True,
+        host: str = "127.0.0.1",
     ) -> None:
         self.name = name
+        self.host = host
         self.options = tuple(options)
         self.cluster = cluster
         self.ports = ports
@@ -90,7 +93,7 @@ class EtcdServer:
     @property
     def endpoint(self) -> str:
         """``host:port`` for clients."""
-        return f"127.0.0.1:{self._ports()[0]}"
+        return f"{self.host}:{self._ports()[0]}"
 
     @property
     def url(self) -> str:
@@ -101,6 +104,11 @@ class EtcdServer:
     def pid(self) -> int:
         """The process; 0 when it is not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else 0
+
+    @property
+    def data(self) -> Path:
+        """Its data directory."""
+        return self._data()
 
     @property
     def output(self) -> str:
@@ -128,11 +136,11 @@ class EtcdServer:
             "etcd",
             f"--name={self.name}",
             f"--data-dir={data}",
-            f"--listen-client-urls={scheme}://127.0.0.1:{client}",
-            f"--advertise-client-urls={scheme}://127.0.0.1:{client}",
-            f"--listen-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-cluster={self.cluster or f'{self.name}=http://127.0.0.1:{peer}'}",
+            f"--listen-client-urls={scheme}://{self.host}:{client}",
+            f"--advertise-client-urls={scheme}://{self.host}:{client}",
+            f"--listen-peer-urls=http://{self.host}:{peer}",
+            f"--initial-advertise-peer-urls=http://{self.host}:{peer}",
+            f"--initial-cluster={self.cluster or f'{self.name}=http://{self.host}:{peer}'}",
             "--heartbeat-interval=50",
             "--election-timeout=500",
             "--logger=zap",
@@ -166,7 +174,7 @@ class EtcdServer:
         if self.tls:
             with socket.socket() as probe:
                 probe.settimeout(0.5)
-                return probe.connect_ex(("127.0.0.1", self._ports()[0])) == 0
+                return probe.connect_ex((self.host, self._ports()[0])) == 0
         try:
             return bool(self.post("/v3/kv/range", {"key": "AA=="}, timeout=0.5))
         except OSError:
@@ -254,16 +262,23 @@ class EtcdCluster:
         members: how many.
         options: for each member, as for :class:`EtcdServer`.
         fsync: whether they sync their logs to disk.
+        hosts: address of this machine for each member; loopback when left out.
+        directory: where each member has its data, under its name; temporary ones when left out.
     """
 
-    def __init__(self, members: int = 3, *, options: Sequence[str] = (), fsync: bool = True) -> None:
-        ports = free_ports(2 * members)
+    def __init__(
+        self, members: int = 3, *, options: Sequence[str] = (), fsync: bool = True, hosts: Sequence[str] = (), directory: Path | None = None
+    ) -> None:
+        ports, at = free_ports(2 * members), list(hosts) or ["127.0.0.1"] * members
         names = [f"m{i}" for i in range(members)]
-        cluster = ",".join(f"{name}=http://127.0.0.1:{ports[2 * i + 1]}" for i, name in enumerate(names))
+        cluster = ",".join(f"{name}=http://{at[i]}:{ports[2 * i + 1]}" for i, name in enumerate(names))
         self.members = [
-            EtcdServer(name, options=options, cluster=cluster, ports=(ports[2 * i], ports[2 * i + 1]), fsync=fsync)
+            EtcdServer(
+                name, options=options, cluster=cluster, ports=(ports[2 * i], ports[2 * i + 1]), fsync=fsync, host=at[i],
+                directory=directory / name if directory is not None else None,
+            )
             for i, name in enumerate(names)
-        ]
+        ]  # fmt: skip
 
     @property
     def endpoints(self) -> tuple[str, ...]:

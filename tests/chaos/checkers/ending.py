@@ -9,6 +9,7 @@ import msgspec
 
 from chaos.checkers.verdicts import Verdict, unknown, verdict
 from chaos.evidence import Evidence, Usage
+from chaos.nemeses.schedule import KINDS
 from ftckpt.data.audit import judge_audit
 
 MIN_SAMPLES = 12
@@ -58,6 +59,11 @@ def nothing_left(e: Evidence) -> Verdict:
     return verdict("nothing_left", e.left, 1)
 
 
+def apart(e: Evidence) -> Verdict:
+    """F33: another job on the same log and root neither lost nor gained by this one."""
+    return verdict("apart", e.foreign, 1)
+
+
 def flat(e: Evidence) -> Verdict:
     """I11: memory, descriptors and threads of each process do not grow once it runs (the first third of its life is left out)."""
     lives: dict[tuple[int, str], list[Usage]] = defaultdict(list)
@@ -85,7 +91,7 @@ def bounded(e: Evidence) -> Verdict:
 
 def enough(e: Evidence) -> Verdict:
     """A run in which little happened says little: at least one fault and one generation, and it was not cut short."""
-    faults = [h for h in e.happened if h.kind not in ("restart", "hung", "healthy", "undo", "calm", "goal", "stuck")]
+    faults = [h for h in e.happened if h.kind in KINDS]
     missing = [
         text
         for text, wrong in (

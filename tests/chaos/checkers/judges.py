@@ -21,6 +21,7 @@ CHECKERS: tuple[Checker, ...] = (
     ending.commits_again,
     ending.bounded,
     ending.nothing_left,
+    ending.apart,
     ending.flat,
 )
 

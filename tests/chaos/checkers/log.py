@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 
 from chaos.checkers.verdicts import Verdict, verdict
 from chaos.evidence import Evidence, Happened, Line
@@ -13,25 +14,53 @@ EXCUSED_S = 30.0
 
 
 def acknowledged(e: Evidence) -> Verdict:
-    """I2: what was ever seen in the log, or told to a trainer as committed, is in it at the end, unchanged."""
+    """I2: what was ever seen in the log, or told to a trainer as committed, is there at the end, unchanged; and nothing is written to a log
+    that was put back to a backup. A log that was rebuilt has other indices and no openings, but every generation."""
+    last = max((p.life for p in e.polls), default=0)
     final = {x.index: x for x in e.entries}
+    kept = {x.location: x for x in e.entries if x.location}
+    hurt = {h.location for h in e.happened if h.location}
+    began = [h.time for h in e.happened if h.kind == "rebuilt"]
     problems, seen = [], 0
+    known: dict[int, dict[int, Entry]] = {}
     for poll in e.polls:
+        life = known.setdefault(poll.life, {})
         for entry in poll.fresh:
             seen += 1
-            if final.get(entry.index) != entry:
+            if poll.stale:
+                if life.get(entry.index) != entry:
+                    problems.append(f"#{entry.index} (step {entry.step}) was written to a log that had gone back")
+                continue
+            life[entry.index] = entry
+            if poll.life == last and final.get(entry.index) != entry:
                 problems.append(
                     f"#{entry.index} ({entry.kind} of step {entry.step}, {entry.location}) was in the log and is {_now(final.get(entry.index))}"
                 )
+    for number, life in known.items():
+        if number < last:
+            for entry in _path(life):
+                there = kept.get(entry.location)
+                if (there is None or there.trajectory != entry.trajectory) and entry.location not in hurt:
+                    problems.append(f"{entry.location} (step {entry.step}) was in the log before it was rebuilt and is {_now(there)}")
     for line in e.lines:
-        if line.kind == "acked":
+        if line.kind == "acked" and all(line.time > t for t in began):
             seen += 1
             there = final.get(line.index)
             if there is None or there.trajectory != line.trajectory:
                 problems.append(f"replica {line.replica} was told that step {line.step} is #{line.index}, which is {_now(there)}")
-    counts = [p.count for p in e.polls]
-    problems += [f"the log went back from {a} to {b} entries" for a, b in itertools.pairwise(counts) if b < a]
+    counts = [(p.life, p.count) for p in e.polls if not p.stale]
+    problems += [f"the log went back from {a[1]} to {b[1]} entries" for a, b in itertools.pairwise(counts) if b[1] < a[1] and a[0] == b[0]]
     return verdict("acknowledged", dict.fromkeys(problems), seen)
+
+
+def _path(life: Mapping[int, Entry]) -> list[Entry]:
+    """The generations that a log's tail descends from: those are what rebuilding finds."""
+    path, at = [], max(life, default=-1)
+    while at in life:
+        if life[at].kind == "generation":
+            path.append(life[at])
+        at = life[at].base
+    return path
 
 
 def one_chain(e: Evidence) -> Verdict:
@@ -91,7 +120,7 @@ def whole(e: Evidence) -> Verdict:
 
 def promised(e: Evidence) -> Verdict:
     """I6: a save that returned is in the log in the end, or one that descends from it, however its trainer died. Where the agent was killed
-    too, or replaced, or had no disk or log, nothing was promised."""
+    too, or replaced, or cut off from those who went on, or had no disk, or its log went back, nothing was promised."""
     kept = {x.trajectory for x in e.entries} | _ancestors(e)
     problems, seen = [], 0
     for line in e.lines:
@@ -118,7 +147,7 @@ def _ancestors(e: Evidence) -> set[str]:
 def _excuses(h: Happened, line: Line) -> bool:
     """Whether what happened takes back the promise of a save that returned at that time."""
     end = max(h.time, h.until) + EXCUSED_S
-    if h.kind.startswith(("disk", "etcd", "zombie")):
+    if h.kind.startswith(("disk", "zombie", "restore-etcd", "rebuilt", "isolate", "partition")):
         return h.time - EXCUSED_S <= line.time <= end
     return h.machine and f"replica{line.replica}" in h.units and line.time - 1 <= h.time <= line.time + EXCUSED_S
 

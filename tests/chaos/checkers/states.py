@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from chaos.checkers.verdicts import Verdict, verdict
 from chaos.evidence import Evidence, Line
@@ -10,9 +10,20 @@ from ftckpt.domain.ledger import Entry
 
 
 def _known(e: Evidence, when: float) -> list[Entry]:
-    """Generations seen in the log by ``when``, without those damaged by then."""
+    """Generations seen in the log by ``when``, without those damaged by then; of the newest log, if it was rebuilt."""
     hurt = {h.location for h in e.happened if h.location and h.time <= when}
-    return [x for p in e.polls if p.time <= when for x in p.fresh if x.kind == "generation" and x.location not in hurt]
+    life = max((p.life for p in e.polls if p.time <= when), default=0)
+    fresh = (x for p in e.polls if p.time <= when and p.life == life and not p.stale for x in p.fresh)
+    return [x for x in fresh if x.kind == "generation" and x.location not in hurt]
+
+
+def _logs(e: Evidence) -> list[dict[int, Entry]]:
+    """What each log had in the end, the newest first; more than one only if it was rebuilt."""
+    last = max((p.life for p in e.polls), default=0)
+    logs = [{x.index: x for x in e.entries}]
+    for life in range(last - 1, -1, -1):
+        logs.append({x.index: x for p in e.polls if p.life == life and not p.stale for x in p.fresh})
+    return logs
 
 
 def _resumes(e: Evidence) -> Iterator[tuple[Line, float]]:
@@ -29,24 +40,35 @@ def _resumes(e: Evidence) -> Iterator[tuple[Line, float]]:
 def restored(e: Evidence) -> Verdict:
     """I2, I8: a restored state is the log's (a generation, or an opening of one), and never older than the newest sound generation that was in the
     log when its process began."""
-    by_trajectory = {x.trajectory: x for x in e.entries}
-    by_index = {x.index: x for x in e.entries}
+    logs = _logs(e)
     problems, seen = [], 0
     for line, began in _resumes(e):
         seen += 1
         who = f"replica {line.replica} rank {line.rank} (pid {line.pid})"
-        entry = by_trajectory.get(line.trajectory)
-        base = by_index.get(entry.base) if entry is not None and entry.kind == "open" else entry
-        known = _known(e, began)
-        newest = max((x.index for x in known), default=-1)
-        if entry is None and (line.trajectory != e.run.origin or line.step):
+        known = max(_known(e, began), key=lambda x: x.index, default=None)
+        found = [_base(log, line.trajectory) for log in logs if any(x.trajectory == line.trajectory for x in log.values())]
+        if not found and (line.trajectory != e.run.origin or line.step):
             problems.append(f"{who} resumed step {line.step} ({line.trajectory[:8]}), which is not in the log")
-        elif (base.index if base is not None else -1) < newest:
+        elif known is not None and not any(base is not None and _as_new(logs, base, known) for base in found):
+            base = found[0] if found else None
             at = "zero" if base is None else f"#{base.index} (step {base.step})"
-            problems.append(
-                f"{who} resumed from {at} though #{newest} (step {by_index[newest].step if newest in by_index else '?'}) was in the log before it began"
-            )
+            problems.append(f"{who} resumed from {at} though #{known.index} (step {known.step}) was in the log before it began")
     return verdict("restored", problems, seen)
+
+
+def _base(log: Mapping[int, Entry], trajectory: str) -> Entry | None:
+    """The generation that a state of a log was restored from; None for an opening from zero."""
+    entry = next(x for x in log.values() if x.trajectory == trajectory)
+    return log.get(entry.base) if entry.kind == "open" else entry
+
+
+def _as_new(logs: Sequence[Mapping[int, Entry]], base: Entry, known: Entry) -> bool:
+    """Whether a generation is not before another in a log that has both."""
+    for log in logs:
+        at = {x.location: x.index for x in log.values() if x.kind == "generation"}
+        if base.location in at and known.location in at:
+            return at[base.location] >= at[known.location]
+    return base.step >= known.step
 
 
 def never_from_zero(e: Evidence) -> Verdict:
@@ -74,23 +96,20 @@ def _floor_now(e: Evidence, floor: tuple[int, float]) -> int:
     """The floor, lowered where the generation that it stands for was damaged later on."""
     step, began = floor
     hurt = {h.location for h in e.happened if h.location}
-    sound = [x for p in e.polls if p.time <= began for x in p.fresh if x.kind == "generation" and x.location not in hurt]
+    sound = [x for x in _known(e, began) if x.location not in hurt]
     return min(step, max(sound, key=lambda x: x.index).step if sound else 0)
 
 
 def bytes_equal(e: Evidence) -> Verdict:
     """I5, I9: what is restored is, bit for bit, what a trainer had when it was at that state."""
-    by_trajectory = {x.trajectory: x for x in e.entries}
-    by_index = {x.index: x for x in e.entries}
+    logs = _logs(e)
     had: dict[tuple[str, int], tuple[str, str]] = {}
     for line in e.lines:
         if line.kind == "step" and line.trajectory:
             had.setdefault((line.trajectory, line.rank), (line.params, line.optim))
     problems, seen = [], 0
     for line, _ in _resumes(e):
-        entry = by_trajectory.get(line.trajectory)
-        if entry is not None and entry.kind == "open":
-            entry = by_index.get(entry.base)
+        entry = next((_base(log, line.trajectory) for log in logs if any(x.trajectory == line.trajectory for x in log.values())), None)
         before = had.get((entry.trajectory, line.rank)) if entry is not None else None
         if before is None:
             continue  # the trainer died before it could write down what it had

@@ -1,27 +1,25 @@
-"""Does faults to a running job, and undoes them. Says exactly what it hit; judges nothing."""
+"""Does faults to a running job, and undoes them. Says exactly what it hit; judges nothing. Kinds with parts of their own are beside."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from chaos.evidence import Happened
+from chaos.nemeses.done import Nothing, Undo, did
+from chaos.nemeses.etcds import ETCD_KINDS, etcd
+from chaos.nemeses.links import link
+from chaos.nemeses.orders import at_point, clock, disk
 from chaos.nemeses.schedule import Planned
 from chaos.workloads.jobs import Job, Unit, marked, send
 from ftckpt.domain.ledger import Entry
 
-Undo = Callable[[], None]
 MIN_SOUND = 2  # sound generations that must be left when one is damaged
-
-
-class Nothing(Exception):
-    """This fault cannot be done just now (nobody there to kill, nothing to damage)."""
 
 
 def act(job: Job, planned: Planned, entries: Sequence[Entry], hurt: frozenset[str]) -> tuple[Happened, Undo | None]:
@@ -42,9 +40,9 @@ def act(job: Job, planned: Planned, entries: Sequence[Entry], hurt: frozenset[st
         return _one(planned, unit)
     if name in ("kill-launcher", "term-launcher"):
         launcher = [psutil.Process(unit.child.pid)] if unit.child.poll() is None and unit.child.pid else []
-        return _did(planned, [unit], send(launcher, signal.SIGKILL if name == "kill-launcher" else signal.SIGTERM)), None
+        return did(planned, [unit], send(launcher, signal.SIGKILL if name == "kill-launcher" else signal.SIGTERM)), None
     if name in ("kill-trainers", "kill-machine"):
-        return _did(planned, [unit], unit.kill(agents=name == "kill-machine"), machine=name == "kill-machine"), None
+        return did(planned, [unit], unit.kill(agents=name == "kill-machine"), machine=name == "kill-machine"), None
     if name in ("kill-all", "kill-all-trainers"):
         return _everything(job, planned, agents=name == "kill-all"), None
     if name == "late-agent":
@@ -53,27 +51,25 @@ def act(job: Job, planned: Planned, entries: Sequence[Entry], hurt: frozenset[st
         return _zombie(job, planned, unit)
     if name in ("kill-lighthouse", "stop-lighthouse"):
         return _lighthouse(job, planned)
-    if name in ("pause-etcd", "kill-etcd", "compact-etcd"):
-        return _etcd(job, planned)
-    if name in ("damage-newest", "damage-then-one"):
+    if name in ETCD_KINDS:
+        return etcd(job, planned, entries)
+    if name in ("damage-newest", "damage-then-one", "truncate-newest"):
         return _damage(job, planned, unit, entries, hurt), None
     if name == "disk-full":
         return _fill(job, planned)
+    if name.startswith("disk-"):
+        return disk(job, planned)
+    if name == "clock-jump":
+        return clock(job, planned, unit)
+    if name.startswith("kill-at-"):
+        return at_point(job, planned, unit)
+    if name in ("partition-peers", "partition-lighthouse", "partition-etcd", "isolate", "slow-link", "lossy-link"):
+        return link(job, planned, unit)
+    if name == "neighbour":
+        return _neighbour(job, planned)
+    if name == "two-lighthouses":
+        return _two_lighthouses(job, planned, unit)
     raise ValueError(f"no such nemesis: {name}")
-
-
-def _did(planned: Planned, units: Sequence[Unit], pids: Sequence[int], **more: object) -> Happened:
-    if not pids:
-        raise Nothing(f"{planned.kind}: nobody was there")
-    now = time.time()
-    return Happened(
-        kind=planned.kind,
-        time=now,
-        until=now + planned.hold if planned.hold else 0.0,
-        units=tuple(u.name for u in units),
-        pids=tuple(pids),
-        **more,
-    )  # type: ignore[arg-type]
 
 
 def _one(planned: Planned, unit: Unit) -> tuple[Happened, Undo | None]:
@@ -83,7 +79,7 @@ def _one(planned: Planned, unit: Unit) -> tuple[Happened, Undo | None]:
         raise Nothing(f"{planned.kind}: {unit.name} has none")
     victim = [there[planned.rank % len(there)]]
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[verb]
-    happened = _did(planned, [unit], send(victim, number), machine=what == "agent")
+    happened = did(planned, [unit], send(victim, number), machine=what == "agent")
     return happened, (lambda: _go_on(victim)) if verb == "stop" else None
 
 
@@ -96,13 +92,13 @@ def _late_agent(planned: Planned, unit: Unit) -> tuple[Happened, Undo]:
     if not agents:
         raise Nothing(f"late-agent: {unit.name} has none")
     send(agents, signal.SIGSTOP)
-    return _did(planned, [unit], unit.kill(agents=False)), lambda: _go_on(agents)
+    return did(planned, [unit], unit.kill(agents=False)), lambda: _go_on(agents)
 
 
 def _zombie(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, Undo]:
     there = unit.processes()
     stopped = send(there, signal.SIGSTOP)
-    happened = _did(planned, [unit], stopped, machine=True)
+    happened = did(planned, [unit], stopped, machine=True)
     job.replace(unit)
 
     def undo() -> None:
@@ -123,7 +119,7 @@ def _everything(job: Job, planned: Planned, *, agents: bool) -> Happened:
         job.start_lighthouse()
     if not agents:
         send(job.leftovers(), signal.SIGCONT)
-    return _did(planned, job.units, pids, machine=agents)
+    return did(planned, job.units, pids, machine=agents)
 
 
 def _lighthouse(job: Job, planned: Planned) -> tuple[Happened, Undo]:
@@ -131,8 +127,8 @@ def _lighthouse(job: Job, planned: Planned) -> tuple[Happened, Undo]:
     if not there:
         raise Nothing("there is no lighthouse now")
     if planned.kind == "stop-lighthouse":
-        return _did(planned, [], send(there, signal.SIGSTOP)), lambda: _go_on(there)
-    happened = _did(planned, [], send(there, signal.SIGKILL))
+        return did(planned, [], send(there, signal.SIGSTOP)), lambda: _go_on(there)
+    happened = did(planned, [], send(there, signal.SIGKILL))
     if job.light is not None and job.light.process is not None:
         job.light.process.wait(10)
 
@@ -143,25 +139,28 @@ def _lighthouse(job: Job, planned: Planned) -> tuple[Happened, Undo]:
     return happened, undo
 
 
-def _etcd(job: Job, planned: Planned) -> tuple[Happened, Undo | None]:
-    etcd = job.etcd
-    if etcd is None or not etcd.pid:
-        raise Nothing("etcd is not running now")
-    pid = etcd.pid
-    if planned.kind == "compact-etcd":
-        etcd.compact()
-        return _did(planned, [], [pid]), None
-    if planned.kind == "pause-etcd":
-        etcd.pause()
-        return _did(planned, [], [pid]), lambda: etcd.resume() if etcd.pid == pid else None
-    etcd.kill()
+def _neighbour(job: Job, planned: Planned) -> tuple[Happened, Undo]:
+    """Let another job on the same log and root work for a while; then its machine dies."""
+    unit = job.beside().units[0]
+    if unit.child.poll() is not None or not unit.starts:
+        unit.start()
+    return did(planned, [], [unit.child.pid], text="neighbour"), lambda: (unit.kill(agents=True), unit.child.wait(20), None)[2]
+
+
+def _two_lighthouses(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, Undo]:
+    """Start a unit again with another lighthouse; later once more, with the right one."""
+    if unit.child.poll() is not None:
+        raise Nothing(f"two-lighthouses: {unit.name} is not running")
+    right = unit.child.env["TORCHFT_LIGHTHOUSE"]
+    unit.child.env["TORCHFT_LIGHTHOUSE"] = job.second_lighthouse().env["URL"]
+    happened = did(planned, [unit], unit.kill(agents=False))
+    child = unit.child
 
     def undo() -> None:
-        if not etcd.pid:
-            etcd.start()
-            etcd.wait_healthy(60)
+        child.env["TORCHFT_LIGHTHOUSE"] = right
+        unit.kill(agents=False)
 
-    return _did(planned, [], [pid]), undo
+    return happened, undo
 
 
 def _damage(job: Job, planned: Planned, unit: Unit, entries: Sequence[Entry], hurt: frozenset[str]) -> Happened:
@@ -180,11 +179,11 @@ def _damage(job: Job, planned: Planned, unit: Unit, entries: Sequence[Entry], hu
     folder = job.plan.folder / "root" / job.plan.job / "generations" / victim.location
     shards = sorted(folder.glob("shard-*.safetensors"))
     shard = shards[planned.rank % len(shards)]
-    flip(shard, random.Random(planned.dice))
-    if planned.kind == "damage-newest":
+    (truncate if planned.kind == "truncate-newest" else flip)(shard, random.Random(planned.dice))
+    if planned.kind != "damage-then-one":
         happened = _everything(job, planned, agents=True)
     else:
-        happened = _did(planned, [unit], unit.kill(agents=True), machine=True)
+        happened = did(planned, [unit], unit.kill(agents=True), machine=True)
     return Happened(
         kind=happened.kind, time=happened.time, units=happened.units, pids=happened.pids, machine=True, location=victim.location
     )
@@ -205,6 +204,13 @@ def flip(path: Path, rng: random.Random) -> int:
     return at
 
 
+def truncate(path: Path, rng: random.Random) -> int:
+    """Cut a file: by one byte, to half, or to nothing; its new size."""
+    size = rng.choice((path.stat().st_size - 1, path.stat().st_size // 2, 0))
+    os.truncate(path, size)
+    return size
+
+
 def _fill(job: Job, planned: Planned) -> tuple[Happened, Undo]:
     """Use up all space of the root's own small file system."""
     filler = job.plan.folder / "root" / "filler"
@@ -214,4 +220,4 @@ def _fill(job: Job, planned: Planned) -> tuple[Happened, Undo]:
                 f.write(b"\0" * (1 << 16))
         except OSError:
             pass
-    return _did(planned, [], [os.getpid()]), lambda: filler.unlink(missing_ok=True)
+    return did(planned, [], [os.getpid()]), lambda: filler.unlink(missing_ok=True)

@@ -8,22 +8,27 @@ from typing import Literal
 
 import msgspec
 
-Needs = Literal["", "group", "peers", "etcd", "small-disk"]
+Needs = Literal["group", "peers", "etcd", "etcd3", "network", "small-disk"]
+POINTS = ("capture", "handed-over", "shard-fsync", "rename", "manifest", "commit-sent", "commit-answered", "tail-seen")
+PEER_POINTS = ("heal-received", "heal-applied", "vote")
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of fault.
 
     Args:
-        needs: what the job must have: "group" (a torchrun launcher), "peers" (a lighthouse), "etcd", "small-disk".
+        needs: what the job must have, all of it: "group" (a torchrun launcher), "peers" (a lighthouse), "etcd", "etcd3" (three members),
+            "network" (namespaces), "small-disk".
         hold: (least, most) seconds until it is undone; (0, 0) for faults that need no undoing.
         weight: how often it is drawn.
+        willing: seconds that it waits until it can be done.
     """
 
     name: str
-    needs: Needs = ""
+    needs: tuple[Needs, ...] = ()
     hold: tuple[float, float] = (0.0, 0.0)
     weight: float = 1.0
+    willing: float = 20.0
 
 
 KINDS: dict[str, Kind] = {
@@ -32,8 +37,8 @@ KINDS: dict[str, Kind] = {
         Kind(name="kill-trainer", weight=2),
         Kind(name="stop-trainer", hold=(1, 15)),
         Kind(name="term-trainer"),
-        Kind(name="kill-launcher", needs="group"),
-        Kind(name="term-launcher", needs="group"),
+        Kind(name="kill-launcher", needs=("group",)),
+        Kind(name="term-launcher", needs=("group",)),
         Kind(name="kill-trainers"),  # all trainers and launchers of one unit; its agents live
         Kind(name="kill-machine", weight=2),  # a unit with its agents
         Kind(name="kill-all", weight=2),  # everything, agents and lighthouse too
@@ -42,14 +47,40 @@ KINDS: dict[str, Kind] = {
         Kind(name="stop-agent", hold=(1, 10)),
         Kind(name="late-agent", hold=(2, 14)),  # agents are stopped, the trainers die and come back, and only then do the agents go on
         Kind(name="zombie", hold=(3, 20)),  # a unit is stopped and replaced on another machine, and then goes on
-        Kind(name="kill-lighthouse", needs="peers", hold=(0.5, 8)),
-        Kind(name="stop-lighthouse", needs="peers", hold=(1, 8)),
-        Kind(name="pause-etcd", needs="etcd", hold=(1, 25)),
-        Kind(name="kill-etcd", needs="etcd", hold=(0.5, 15)),
-        Kind(name="compact-etcd", needs="etcd", weight=0.5),
+        Kind(name="kill-lighthouse", needs=("peers",), hold=(0.5, 8)),
+        Kind(name="stop-lighthouse", needs=("peers",), hold=(1, 8)),
+        Kind(name="pause-etcd", needs=("etcd",), hold=(1, 25)),
+        Kind(name="kill-etcd", needs=("etcd",), hold=(0.5, 15)),
+        Kind(name="compact-etcd", needs=("etcd",), weight=0.5),
         Kind(name="damage-newest"),  # a byte of the newest generation flips, then everything dies
-        Kind(name="damage-then-one", needs="peers", weight=0.5),  # the same, then one replica dies: its peers have the state
-        Kind(name="disk-full", needs="small-disk", hold=(1, 10)),
+        Kind(name="damage-then-one", needs=("peers",), weight=0.5),  # the same, then one replica dies: its peers have the state
+        Kind(name="truncate-newest", weight=0.5),  # the newest generation loses its end, then everything dies
+        Kind(name="disk-full", needs=("small-disk",), hold=(1, 10)),
+        Kind(name="disk-eio", hold=(1, 8)),  # a share of the store's system calls fails, on all replicas
+        Kind(name="disk-slow", hold=(2, 12)),
+        Kind(name="disk-readonly", hold=(1, 8)),
+        Kind(name="clock-jump", hold=(2, 15)),  # a unit's wall clock jumps by seconds, hours or days, and back
+        Kind(name="neighbour", hold=(15, 30), weight=0.5),  # another job on the same log and root works a while, and is killed
+        Kind(
+            name="two-lighthouses", needs=("peers",), hold=(4, 12), weight=0.5
+        ),  # a unit is started with another lighthouse, and comes back
+        Kind(name="partition-peers", needs=("network", "peers"), hold=(2, 20)),  # a unit from all others; lighthouse and log are reached
+        Kind(name="partition-lighthouse", needs=("network", "peers"), hold=(2, 12), weight=0.5),
+        Kind(name="partition-etcd", needs=("network", "etcd"), hold=(2, 20)),
+        Kind(name="isolate", needs=("network", "etcd"), hold=(2, 15)),  # a unit from everything
+        Kind(name="slow-link", needs=("network",), hold=(3, 12)),
+        Kind(name="lossy-link", needs=("network",), hold=(3, 12)),
+        Kind(name="kill-etcd-leader", needs=("etcd3",), hold=(1, 10)),
+        Kind(name="pause-etcd-member", needs=("etcd3",), hold=(1, 12)),
+        Kind(name="lose-quorum", needs=("etcd3",), hold=(2, 15)),
+        Kind(
+            name="fill-etcd", needs=("etcd",), hold=(2, 10), weight=0.5
+        ),  # its quota is reached; later space is made and the alarm disarmed
+        Kind(
+            name="restore-etcd", needs=("etcd",), hold=(6, 12), weight=0.3, willing=60
+        ),  # from a backup: the log regresses, and is rebuilt
+        *(Kind(name=f"kill-at-{point}", weight=0.4, willing=60) for point in POINTS),
+        *(Kind(name=f"kill-at-{point}", needs=("peers",), weight=0.4, willing=60) for point in PEER_POINTS),
     )
 }
 
@@ -80,7 +111,7 @@ def possible(needs: Sequence[str], only: Sequence[str] = ()) -> list[str]:
     Raises:
         ValueError: a name in ``only`` is none, or cannot be done.
     """
-    able = [k.name for k in KINDS.values() if not k.needs or k.needs in needs]
+    able = [k.name for k in KINDS.values() if set(k.needs) <= set(needs)]
     wrong = [name for name in only if name not in able]
     if wrong:
         raise ValueError(f"cannot be done to this job: {', '.join(wrong)}; possible are {', '.join(able)}")

@@ -88,7 +88,9 @@ class Recorder:
         self.fd = os.open(folder / f"r{replica}-k{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = Line(kind=kind, time=time.time(), pid=os.getpid(), replica=self.replica, rank=self.rank, **fields)
+        line = Line(
+            kind=kind, time=time.clock_gettime(time.CLOCK_REALTIME), pid=os.getpid(), replica=self.replica, rank=self.rank, **fields
+        )
         os.write(self.fd, b"\n" + msgspec.json.encode(line) + b"\n")
 
     def state(self, kind: str, ckpt: Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer, **fields: Any) -> None:
