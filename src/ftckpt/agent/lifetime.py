@@ -23,6 +23,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         offering: cursors are not placed yet.
         serving: peers are reading, or may still come for what is published.
         terminated: when SIGTERM came.
+        moved: when bytes were last copied from tier to tier.
     """
 
     attached: bool
@@ -32,13 +33,15 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     offering: bool
     serving: bool
     terminated: float | None = None
+    moved: float = 0.0
 
 
 def decide(now: float, at: Standing, config: AgentConfig) -> Step:
     """What to do next.
 
     An agent without a trainer always exits: at once when its work is done and its trainer left in order, after the linger
-    time when the trainer died, and at the latest ``commit_linger_s`` and a grace after the trainer has gone.
+    time when the trainer died, and at the latest ``commit_linger_s`` and a grace after the trainer has gone, or after the last bytes
+    were copied from tier to tier.
     """
     if at.terminated is not None:
         since, budget = now - at.terminated, config.term_budget_s
@@ -47,7 +50,7 @@ def decide(now: float, at: Standing, config: AgentConfig) -> Step:
         return "give up" if since >= 0.8 * budget else "run"
     if at.attached:
         return "run"
-    since = now - at.gone_since
+    since = now - max(at.gone_since, at.moved if at.working else 0.0)
     if since >= config.commit_linger_s + GRACE_S:
         return "exit"
     if since >= config.commit_linger_s:

@@ -47,6 +47,7 @@ class Registry:
         self._first_tail = True
         self._down = self._stop = self._leaving = False
         self._warned_regress = self._stray = ""
+        self.more: Callable[[], dict[str, str | int | float]] = dict  # what else to tell in the replica's line
         self._thread = threading.Thread(target=self._run, name="registry", daemon=True)
 
     def start(self) -> None:
@@ -159,7 +160,7 @@ class Registry:
             agents=tuple(agents.split()) if agents else ((url,) if url else ()),
             group_world_size=config.group_world_size,
             time=time.time(),
-            detail={**{k: v for k, v in live.detail.items() if k != "agents"}, **_stands(self._desk.tail, live.trajectory, config.replica)},
+            detail={**{k: v for k, v in live.detail.items() if k != "agents"}, **self.more(), **_stands(self._desk.tail, live.trajectory, config.replica)},
         )
         self._log.announce(info, ttl=config.registry_ttl_s, timeout=config.log_timeout_s)
         self._announced = time.monotonic()

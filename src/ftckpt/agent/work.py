@@ -50,6 +50,11 @@ class Worker(Generic[T]):
         return self._queue.qsize()
 
     @property
+    def open(self) -> int:
+        """Items queued or under way."""
+        return self._open
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is queued or under way."""
         return self._open == 0

@@ -13,14 +13,16 @@ from typing import Literal
 import msgspec
 
 from ftckpt.domain.ledger import Append, Entry, judge, own_entry
-from ftckpt.domain.lineage import Found, LogView, chain_to
+from ftckpt.domain.lineage import Found, LogView, chain_to, vouched
 from ftckpt.domain.sources import Choice, Fault, MemoryCapture, Newest, Probe, Refusal, Request, Situation, decide
-from ftckpt.errors import Damaged, LogAmbiguous, LogUnreachable, TailMoved
+from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, LogUnreachable, StoreError, TailMoved, Withdrawn
+from ftckpt.flows.place import bring, check_bound
 from ftckpt.flows.read import read_manifest
 from ftckpt.flows.scan import scan
 from ftckpt.flows.verify import Progress, verify
 from ftckpt.format.manifest import record
 from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.stores.tiered import DURABLE, TieredStore
 from ftckpt.wiring import read_marker, remark
 
 logger = logging.getLogger("ftckpt")
@@ -93,26 +95,72 @@ def choose(
 
     Raises:
         LogUnreachable, LogRegressed, Damaged, ProgressExists, NothingLoadable, NotFound: nothing is chosen; says why and what
-            to do. StoreError: the root cannot be listed.
+            to do. StoreError: the root cannot be listed; or the durable tier is down, and what the first tier has does not settle it.
     """
     findings = {} if findings is None else findings
     pauses = list(UNREAD_PAUSES_S)
+    gap = _gap(store, job)
+    at_hand = store.first if isinstance(store, TieredStore) and gap is not None else store
 
     def probe(location: str, entry: Entry | None) -> Fault | None:
         if location not in findings:
             level = verify_level == "full"
-            findings[location] = _patiently(lambda: verify(store, job, location, entry, full=level, progress=progress).fault, pauses)
+            findings[location] = _patiently(lambda: verify(at_hand, job, location, entry, full=level, progress=progress).fault, pauses)
         return findings[location]
 
     for _ in range(ROUNDS):
-        at = look(log, store, job, memory, timeout=timeout)
-        choice = _settle(at, request or Newest(), probe, findings)
+        at = look(log, at_hand, job, memory, timeout=timeout)
+        choice = (
+            _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)
+        )
         if adopt and choice.source == "fresh" and at.log.state == "ok":
             _rebind(log, store, job)
         if choice.source != "durable" or not adopt:
             return choice
         adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
     raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
+
+
+def _gap(store: BlobStore, job: str) -> StoreError | None:
+    """Why the durable tier cannot be looked at now; None where it can, or there is none."""
+    if not isinstance(store, TieredStore):
+        return None
+    try:
+        near = read_marker(store.first, job)
+        if near is not None and near.durable:
+            check_bound(store.durable, job)
+        else:
+            store.durable.listdir(job)
+    except StoreError as e:
+        return e
+    return None
+
+
+def _nearby(
+    at: Situation, request: Request, probe: Callable[[str, Entry | None], Fault | None], findings: dict[str, Fault | None], gap: StoreError
+) -> Choice:
+    """A choice while the durable tier is down: taken only if what it may have could not be better.
+
+    Raises:
+        StoreError: nothing is chosen; the durable tier would have to be asked.
+    """
+    try:
+        choice = _settle(at, request, probe, findings)
+    except FtckptError as e:
+        raise _down(at.job, gap, e.what) from e
+    if choice.rejected or choice.source == "new":
+        raise _down(at.job, gap, "; ".join(choice.reasons))
+    return msgspec.structs.replace(
+        choice, reasons=(*choice.reasons, f"the durable tier does not answer, and was not looked at: {gap.what}")
+    )
+
+
+def _down(job: str, gap: StoreError, why: str) -> StoreError:
+    return StoreError(
+        f"the durable tier of job {job!r} does not answer ({gap.what}), and the first tier alone does not do: {why}",
+        now="nothing was chosen and nothing was started",
+        todo="start again when it is back",
+    )
 
 
 def _patiently(check: Callable[[], Fault | None], pauses: list[float]) -> Fault | None:
@@ -162,17 +210,30 @@ def adopt_chain(
     """
     tip = next(f for f in at.found if f.location == location)
     recorded = {e.location for e in at.log.entries}
-    open_ones = [f for f in at.found if f.complete and f.location not in recorded and f.log == at.log.uuid]
+    open_ones = [f for f in at.found if f.complete and f.location not in recorded and f.log == at.log.uuid and vouched(at.log, f)]
     tail, done = at.log.tail, []
     for found in chain_to(tip, open_ones):
         if found.trajectory is None or not isinstance(judge(tail, found.trajectory), Append) or probe(found.location, None) is not None:
             continue
+        _acknowledged(store, job, found.location)
         entry = append(log, store, job, found, tail, timeout=timeout)
         if entry is None:
             break
         tail = entry
         done.append(entry)
     return done
+
+
+def _acknowledged(store: BlobStore, job: str, location: str) -> None:
+    """See that a generation is where the user wants it before its record says that it exists: as its writer would have done.
+
+    While the durable tier is down the record says it without: else what this host has would be lost to the job for an outage.
+    """
+    if isinstance(store, TieredStore) and store.acknowledge == DURABLE:
+        try:
+            bring(store, job, location)
+        except StoreError as e:
+            logger.warning("%s is not in the durable tier yet: %s", location, e.what)
 
 
 def append(log: CommitLog, store: BlobStore, job: str, found: Found, tail: Entry | None, *, timeout: float | None = None) -> Entry | None:
@@ -188,5 +249,7 @@ def append(log: CommitLog, store: BlobStore, job: str, found: Found, tail: Entry
     )
     try:
         return log.append(msgspec.structs.replace(entry, log=tail.log if tail else ""), expect_tail=last, timeout=timeout)
+    except Withdrawn:
+        return None
     except (TailMoved, LogAmbiguous):
         return own_entry(log.entries(after=last, timeout=timeout), entry.attempt)

@@ -10,7 +10,7 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.errors import DeadlineExceeded, LogError, SaveFailed
 from ftckpt.link.client import SaveHandle as LinkHandle
 
-Stage = Literal["persisted", "committed"]
+Stage = Literal["persisted", "committed", "placed"]
 
 
 Search = Callable[[], tuple[Entry | None, Entry | None]]
@@ -26,12 +26,17 @@ class SaveHandle:
         writer: whether this replica writes it (the others only send their cursors).
         bytes: that this rank captured.
         seconds: that training waited for it.
+
+    Args:
+        placed: asks the log whether the durable tier has a generation; None where being committed says so.
     """
 
-    def __init__(self, step: int, trajectory: str, link: LinkHandle | None, search: Search) -> None:
+    def __init__(
+        self, step: int, trajectory: str, link: LinkHandle | None, search: Search, placed: Callable[[int], bool] | None = None
+    ) -> None:
         self.step, self.trajectory, self.writer = step, trajectory, link is not None
         self.bytes, self.seconds = 0, 0.0
-        self._link, self._search = link, search
+        self._link, self._search, self._placed = link, search, placed
         self._entry: Entry | None = None
 
     @property
@@ -41,13 +46,23 @@ class SaveHandle:
 
     @property
     def persisted(self) -> bool:
-        """Whether this rank's part is durable."""
+        """Whether this rank's part is durable (with tiers: in the first one)."""
         return self.committed or (self._link is not None and self._link.state == "persisted")
 
     @property
     def committed(self) -> bool:
         """Whether the generation is in the commit log."""
         return self.generation is not None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the durable tier has the generation. Committed says so, unless ``acknowledge="first"``: then the log is asked.
+
+        Raises:
+            LogError: the log does not answer.
+        """
+        entry = self.generation
+        return entry is not None and (self._placed is None or self._placed(entry.index))
 
     @property
     def done(self) -> bool:
@@ -78,7 +93,8 @@ class SaveHandle:
 
         Args:
             timeout: seconds.
-            until: "persisted" (this rank's part) or "committed".
+            until: "persisted" (this rank's part), "committed", or "placed" (the durable tier has it; it is so when it is committed, but
+                for ``acknowledge="first"``).
 
         Returns:
             The log entry; None if only "persisted" was asked for, or if a newer generation superseded this one.
@@ -87,10 +103,31 @@ class SaveHandle:
             DeadlineExceeded: not in time; the save goes on.
             SaveFailed: (or the error of the failure) it came to nothing.
         """
+        end = time.monotonic() + timeout
         if self._link is not None:
-            self._link.wait(timeout, until)
-            return self._link.entry
-        return self._watch(timeout)
+            self._link.wait(timeout, "committed" if until == "placed" else until)
+            entry = self._link.entry
+        else:
+            entry = self._watch(timeout)
+        if until == "placed" and entry is not None:
+            self._until_placed(end)
+        return entry
+
+    def _until_placed(self, end: float) -> None:
+        while True:
+            try:
+                if self.placed:
+                    return
+                why = "the durable tier has it not"
+            except LogError as e:
+                why = e.what
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(
+                    f"step {self.step} is committed, and not yet noted as placed in the durable tier: {why}",
+                    now="the agent goes on with it",
+                    todo="wait longer, or see the agent's output",
+                )
+            time.sleep(0.05)
 
     def _watch(self, timeout: float) -> Entry | None:
         end = time.monotonic() + timeout

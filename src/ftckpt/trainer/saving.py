@@ -31,6 +31,7 @@ class Saver:
     def __init__(self, session: Session, replica: Replica, loaders: Loaders, tail: TailReader, ordinals: Iterator[int]) -> None:
         self._session, self._replica, self._loaders, self._tail = session, replica, loaders, tail
         self._ordinals = ordinals
+        self._placed = tail.placed if session.settings.acknowledge == "first" else None
         self.base = -1
         self.last_step = -1
 
@@ -55,7 +56,7 @@ class Saver:
         search = partial(self._tail.search, trajectory.h, known.index - 1 if known is not None else -1)  # a quick writer was first, maybe
         if not outcome.writer:
             self._session.client.cursor_at(trajectory.step, trajectory.h, cursor)
-            return SaveHandle(trajectory.step, trajectory.h, None, search)
+            return SaveHandle(trajectory.step, trajectory.h, None, search, self._placed)
         session = self._session
         plan = session.prepare(session.full)
         slot = session.slot(0.0)
@@ -63,7 +64,7 @@ class Saver:
             settings = session.settings
             if settings.on_busy == "skip":
                 session.client.note("skipped", f"step {trajectory.step} was not saved: every buffer was busy")
-                return Skipped(trajectory.step, trajectory.h, None, search)
+                return Skipped(trajectory.step, trajectory.h, None, search, self._placed)
             slot = session.slot(settings.deadlines.slot_s)
             if slot is None:
                 raise DeadlineExceeded(
@@ -93,7 +94,7 @@ class Saver:
             metrics=dict(metrics),
         )
         frozen.release()
-        handle = SaveHandle(trajectory.step, trajectory.h, link, search)
+        handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)
         handle.bytes, handle.seconds = plan.table.image_bytes, time.monotonic() - began
         return handle
 

@@ -7,6 +7,7 @@ import threading
 from ftckpt.domain.ledger import Entry
 from ftckpt.link.client import AgentClient
 from ftckpt.ports import CommitLog
+from ftckpt.stores.tiered import DURABLE
 
 
 class TailReader:
@@ -39,6 +40,10 @@ class TailReader:
         else:
             found = self._log.entries(after=after)
         return next((e for e in found if e.kind == "generation" and e.trajectory == trajectory), None), tail
+
+    def placed(self, index: int) -> bool:
+        """Whether the log notes that the durable tier has a generation. Raises LogError within the log's own deadline."""
+        return DURABLE in self._log.placements(index)
 
     def _keep(self, entry: Entry | None) -> Entry | None:
         with self._lock:
