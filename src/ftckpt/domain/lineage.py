@@ -37,6 +37,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         log: uuid of the log that its writer knew ("" for none).
         known_tail: newest index that its writer knew (-1: none).
         manifest: sha256 of manifest.json.
+        refers: directories of earlier generations whose files hold some of its tensors.
+        via: indices of the generations that vouch for those files.
     """
 
     location: str
@@ -46,6 +48,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     known_tail: int = -1
     manifest: str = ""
+    refers: tuple[str, ...] = ()
+    via: tuple[int, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -101,7 +105,7 @@ def adoptable(log: LogView, found: Iterable[Found]) -> tuple[Found, ...]:
     """Complete generations without record that may be appended after the tail, in the order to append them (rule 9).
 
     Where they disagree among themselves the one with the greatest step and its ancestors are taken. Only generations
-    that were written under this very log count.
+    that were written under this very log count, and only while what vouches for the files that they refer to is in it.
     """
     recorded = {e.location for e in log.entries}
     fit = [
@@ -112,8 +116,14 @@ def adoptable(log: LogView, found: Iterable[Found]) -> tuple[Found, ...]:
         and f.trajectory is not None
         and log.uuid
         and f.log == log.uuid
+        and vouched(log, f)
         and isinstance(judge(log.tail, f.trajectory), Append)
     ]
     if not fit:
         return ()
     return chain_to(max(fit, key=lambda f: (f.step, f.location)), fit)
+
+
+def vouched(log: LogView, found: Found) -> bool:
+    """Whether the log still has the generations through which a generation knows files of others."""
+    return {e.index for e in log.entries}.issuperset(found.via)
