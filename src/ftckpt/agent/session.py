@@ -76,8 +76,8 @@ class Session:
                 raise AgentError("a second Hello on one connection")
 
     def answer_drains(self) -> None:
-        """Answer what asked for the end of work in flight, if nothing is."""
-        if self._drains and not any(s == self.number for s, _ in self._pipeline.desk.flight()) and self._pipeline.journal.clean:
+        """Answer what asked for the end of work in flight, if nothing is; also of what an earlier trainer had saved (it is resumed from)."""
+        if self._drains and not self._pipeline.desk.flight() and self._pipeline.journal.clean:
             for token in self._drains:
                 self.channel.post(m.Drained(token=token, failed=self._pipeline.desk.failed(self.number)))
             self._drains.clear()
