@@ -17,7 +17,8 @@ import torch
 from ftckpt.trainer.layout import INTEGERS
 
 _SMALL_BYTES = 32 << 10  # below this torch copies in the calling thread
-_SLICE_BYTES = 16 << 20
+_SLICE_BYTES = 4 << 20
+_SHARED_BYTES = 64 << 20  # from here on a second thread is worth starting
 _PLAIN = frozenset(INTEGERS.values())
 
 
@@ -38,7 +39,7 @@ class Copies:
                 self._sources.append(source)
             else:
                 self._large.extend(_slices(target.numpy(), source.numpy()))
-        self._threads = min(4, _cores() // 4) if sum(t.nbytes for t, _ in self._large) > 4 * _SLICE_BYTES else 0
+        self._threads = _helpers(_cores()) if sum(t.nbytes for t, _ in self._large) > _SHARED_BYTES else 0
 
     def run(self) -> None:
         """Copy all, and return when it is done."""
@@ -83,6 +84,11 @@ def _slices(target: Any, source: Any) -> Iterator[tuple[Any, Any]]:
     step = _SLICE_BYTES // source.itemsize
     for start in range(0, len(source), step):
         yield target[start : start + step], source[start : start + step]
+
+
+def _helpers(cores: int) -> int:
+    """Threads beside the calling one: one core alone does not reach the memory's speed, a few do."""
+    return min(4, max(cores // 4, int(cores > 1)))
 
 
 def _cores() -> int:
