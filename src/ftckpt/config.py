@@ -54,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         new_job: accept a root that has other jobs but not this one.
         nice: niceness of the agent's persisting.
         persist_threads: threads that write one shard.
+        reuse: leave out of a save the tensors that have not changed since the generation before it, and refer to its files.
         deadlines: every bounded wait.
         origin: where each value came from; what is not in it is a default.
     """
@@ -84,6 +85,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     new_job: bool = False
     nice: int = 10
     persist_threads: int = 1
+    reuse: bool = False
     deadlines: Deadlines = Deadlines()
     origin: dict[str, str] = msgspec.field(default_factory=dict)
 
@@ -151,11 +153,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         wrong = []
         if self.keep_local is not None and self.keep_local < 1:
             wrong.append(f"{self.say('keep_local')}: must be at least 1; to keep as many as keep says leave it out")
-        if not self.durable:
+        if not self.durable and "durable" not in self.origin:
             for key, default in (("acknowledge", "durable"), ("keep_local", None)):
                 if getattr(self, key) != default:
                     wrong.append(f"{self.say(key)}: there is no durable tier; give durable=, {env_name('durable')}")
-        elif self.durable.rstrip("/") == self.root.rstrip("/"):
+        elif self.durable and self.durable.rstrip("/") == self.root.rstrip("/"):
             wrong.append(f"{self.say('durable')} is the root itself: name another store, or leave it out")
         return wrong
 
@@ -212,6 +214,15 @@ _LAUNCH = {
 def env_name(key: str) -> str:
     """The environment variable of a setting: ``FTCKPT_ROOT``, ``FTCKPT_DEADLINES_LOG_S``."""
     return PREFIX + key.upper().replace(".", "_")
+
+
+def reading(
+    job: str | None, root: str | os.PathLike[str] | None, log: str | None, *, file: str | Path | None = None, **more: Any
+) -> Settings:
+    """Settings of who only reads a job. A root that is named is looked at as it is: its own marker says whether there is a durable
+    tier behind it, not what environment or file say of another root. Raises as :func:`load`.
+    """
+    return load({"job": job, "root": root, "log": log, **({} if root is None else {"durable": ""}), **more}, file=file)
 
 
 def setting_keys() -> tuple[str, ...]:

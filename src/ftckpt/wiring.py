@@ -450,7 +450,7 @@ def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarn
         secret=job_secret(settings), tls_cert=settings.agent_tls_cert, tls_key=settings.agent_tls_key, tls_ca=settings.agent_tls_ca, linger_s=d.linger_s, start_timeout_s=d.agent_start_s, send_timeout_s=d.agent_send_s,
         receipts_s=d.receipts_s, cursors_s=d.cursors_s, cursor_search_s=d.cursor_search_s, commit_linger_s=d.commit_linger_s,
         term_budget_s=d.term_s, log_timeout_s=d.log_s, tail_poll_s=d.tail_poll_s, registry_ttl_s=d.registry_ttl_s,
-        nice=settings.nice, persist_threads=settings.persist_threads, keep=str(parse_keep(settings.keep)), gc_s=d.gc_s,
+        nice=settings.nice, persist_threads=settings.persist_threads, reuse=settings.reuse, keep=str(parse_keep(settings.keep)), gc_s=d.gc_s,
     ).check()  # fmt: skip
 
 

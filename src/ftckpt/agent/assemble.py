@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from importlib.metadata import version
 
+import msgspec
+
 from ftckpt.agent import outcome
 from ftckpt.agent.cursors import Cursors
 from ftckpt.agent.desk import Desk
@@ -21,7 +23,20 @@ from ftckpt.domain.ledger import own_entry
 from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed, StoreError
 from ftckpt.format.cover import check_cover
 from ftckpt.format.leaves import decode_leaves, encode_leaves, merge_leaves
-from ftckpt.format.manifest import LEAVES, MANIFEST, RECEIPTS, FileInfo, Manifest, Receipt, decode, encode, sha256
+from ftckpt.format.manifest import (
+    LEAVES,
+    MANIFEST,
+    MANIFEST_VERSION,
+    RECEIPTS,
+    REFERRING_VERSION,
+    FileInfo,
+    Manifest,
+    Receipt,
+    Referred,
+    decode,
+    encode,
+    sha256,
+)
 from ftckpt.format.shard import read_header
 from ftckpt.link.handles import error_from
 from ftckpt.ports import BlobStore, CommitLog
@@ -107,7 +122,9 @@ class Assemble:
         leaves = encode_leaves(merge_leaves(documents))
         self._store.put(f"{job.directory}/{LEAVES}", leaves)
         save, config = job.save, job.config
+        refers = _together(receipts)
         manifest = Manifest(
+            version=REFERRING_VERSION if refers else MANIFEST_VERSION,
             job=config.job,
             log=self._desk.log_uuid,
             known_tail=save.known_tail,
@@ -128,6 +145,8 @@ class Assemble:
             metrics=save.metrics,
             created=time.time(),
             software={"ftckpt": version("ftckpt"), "python": platform.python_version()},
+            refers=refers,
+            via=tuple(sorted({index for r in receipts for index in r.via})),
         )
         data = encode(manifest)
         self._put_manifest(f"{job.directory}/{MANIFEST}", data)
@@ -244,3 +263,13 @@ def _no_word(job: Job, durable: bool) -> SaveFailed:
         now="the generation is durable and not yet committed" if durable else "nothing was committed; this rank's shard is durable",
         todo="see the output of rank 0's agent",
     )
+
+
+def _together(receipts: list[Receipt]) -> tuple[Referred, ...]:
+    """What all ranks refer to, file by file."""
+    files: dict[tuple[str, str], Referred] = {}
+    for refers in (r for receipt in receipts for r in receipt.refers):
+        known = files.get((refers.location, refers.file))
+        used = refers.used + (known.used if known is not None else 0)
+        files[refers.location, refers.file] = msgspec.structs.replace(refers, used=used)
+    return tuple(files[key] for key in sorted(files))

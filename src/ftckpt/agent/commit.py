@@ -25,6 +25,7 @@ from ftckpt.errors import (
     LogUnreachable,
     SaveFailed,
     TailMoved,
+    Withdrawn,
 )
 from ftckpt.flows.rivals import split_brain
 from ftckpt.format.manifest import MANIFEST, Manifest, decode, record, sha256
@@ -110,11 +111,16 @@ class Commit:
             mine = own_entry(self._log.entries(after=after, timeout=timeout), entry.attempt) if tail.index > after else None
             if mine is not None:
                 return Outcome(state="committed", entry=mine)
+        if manifest.via and (tail is None or tail.log != manifest.log):
+            return self._unvouched(job, "the log in which it knew them was replaced")
         verdict = judge(tail, manifest.trajectory)
         match verdict:
             case Append(expect_tail=expect):
                 bound = msgspec.structs.replace(entry, log=tail.log if tail is not None else "")  # not into another log made meanwhile
-                return Outcome(state="committed", entry=self._log.append(bound, expect_tail=expect, timeout=timeout))
+                try:
+                    return Outcome(state="committed", entry=self._log.append(bound, expect_tail=expect, timeout=timeout))
+                except Withdrawn as e:
+                    return self._unvouched(job, e.what)
             case Superseded(by=by):
                 return Outcome(state="dropped", reason=f"superseded by generation #{by}")
             case Strayed(reason=reason):
@@ -132,6 +138,12 @@ class Commit:
                     now="the generation is durable and not committed",
                     todo="restart this replica, it takes the newest generation",
                 )
+
+    def _unvouched(self, job: Job, why: str) -> Outcome:
+        """It refers to files that nothing keeps any more: the next save is stored without them."""
+        reason = f"it refers to files of earlier generations, and {why}"
+        self._desk.warn("reuse", f"save of step {job.save.trajectory.step} was dropped: {reason}; the next one is stored without them")
+        return Outcome(state="dropped", reason=reason)
 
     def _log_is_down(self, job: Job, error: LogError) -> None:
         logger.warning("generation %s waits for the log: %s", job.name, error)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Job, Written
 from ftckpt.agent.priority import Niced
+from ftckpt.agent.reuse import Reuse
 from ftckpt.agent.slots import Slots
 from ftckpt.domain.names import cursor_file, shard_file
 from ftckpt.errors import FtckptError, StoreError
-from ftckpt.format.manifest import CURSORS, INTENT, RECEIPTS, Intent, Receipt, ShardInfo, encode
+from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, RECEIPTS, Intent, Receipt, Referred, ShardInfo, encode
 from ftckpt.format.shard import write_shard
 from ftckpt.link import messages as m
 from ftckpt.ports import BlobStore
 
 logger = logging.getLogger("ftckpt.agent")
+
+_Stored = tuple[ShardInfo, tuple[Referred, ...], tuple[int, ...]]  # a shard, what it refers to, and via which records
 
 
 class Persist:
@@ -28,10 +32,14 @@ class Persist:
     Args:
         done: called with how it ended, before the slot is free.
         queued: how many saves wait behind this one (then it is not slowed down).
+        reuse: what need not be stored again.
     """
 
-    def __init__(self, store: BlobStore, desk: Desk, slots: Slots, done: Callable[[Written], None], queued: Callable[[], int]) -> None:
+    def __init__(
+        self, store: BlobStore, desk: Desk, slots: Slots, done: Callable[[Written], None], queued: Callable[[], int], reuse: Reuse
+    ) -> None:
         self._store, self._desk, self._slots, self._done, self._queued = store, desk, slots, done, queued
+        self._reuse = reuse
         self.niced = Niced()
 
     def __call__(self, item: tuple[Job, memoryview]) -> None:
@@ -57,22 +65,33 @@ class Persist:
 
     def _write(self, job: Job, image: memoryview) -> ShardInfo:
         config, save = job.config, job.save
-        found: list[ShardInfo] = []
-
-        def work() -> None:
-            path = f"{job.directory}/{shard_file(config.rank, config.group_world_size)}"
-            _, info = write_shard(self._store, path, config.rank, job.table, image, threads=config.persist_threads)
-            found.append(info)
-
+        found: list[_Stored] = []
+        if config.rank:
+            self._store.put(f"{job.directory}/{CLAIMS}/r{config.rank:05d}.json", encode(intent_of(job)), if_absent=True)
+        work = partial(self._write_less if config.reuse else self._write_all, job, image, found)
         self.niced.run(0 if self._queued() else config.nice, work)
         if save.cursor:
             self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", save.cursor, if_absent=True)
-        receipt = Receipt(rank=config.rank, shard=found[0], leaves=msgspec.Raw(save.leaves or b"{}"))
+        info, refers, via = found[0]
+        receipt = Receipt(rank=config.rank, shard=info, leaves=msgspec.Raw(save.leaves or b"{}"), refers=refers, via=via)
         if not self._store.put(receipt_path(job, config.rank), encode(receipt), if_absent=True):
             raise StoreError(
                 f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored"
             )
-        return found[0]
+        return info
+
+    def _write_all(self, job: Job, image: memoryview, found: list[_Stored]) -> None:
+        path = f"{job.directory}/{shard_file(job.config.rank, job.config.group_world_size)}"
+        _, info = write_shard(self._store, path, job.config.rank, job.table, image, threads=job.config.persist_threads)
+        found.append((info, (), ()))
+
+    def _write_less(self, job: Job, image: memoryview, found: list[_Stored]) -> None:
+        path = f"{job.directory}/{shard_file(job.config.rank, job.config.group_world_size)}"
+        less, via = self._reuse.reduced(job, image)
+        with less.image as gathered:
+            table, info = write_shard(self._store, path, job.config.rank, less.table, gathered, threads=job.config.persist_threads)
+        self._reuse.wrote(job, table, info)
+        found.append((info, less.refers, via))
 
     def _claim(self, job: Job) -> bool:
         """Say whose attempt this is; an attempt's name is never used twice."""

@@ -19,6 +19,7 @@ from ftckpt.agent.persist import Persist, intent_of
 from ftckpt.agent.placing import Placing
 from ftckpt.agent.registry import Registry
 from ftckpt.agent.retain import Done, Retain
+from ftckpt.agent.reuse import Reuse
 from ftckpt.agent.serve import Offer, Serve
 from ftckpt.agent.slots import Slots
 from ftckpt.agent.work import Worker
@@ -51,13 +52,14 @@ class Pipeline:
         self.server = Serve(config, log, desk, self._keeper.entry if self._keeper is not None else None)
         self.registry = Registry(log, desk, config, lambda: self.server.url)
         self._rubbish: list[Rubbish] = []
-        self._persist = Persist(store, desk, self.slots, self._written, lambda: self._persisting.waiting())
+        reuse = Reuse(store, log, desk)
+        self._persist = Persist(store, desk, self.slots, self._written, lambda: self._persisting.waiting(), reuse)
         self._persisting: Worker[tuple[Job, memoryview]] = Worker("persist", self._persist, desk)
         self._assemble = Assemble(store, log, desk, self.registry.names, self._durable, self._abandoned)
         self._assembling: Worker[Written] = Worker("assemble", self._assemble, desk)
         self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=True))
         self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
-        retain = Retain(store.strict if isinstance(store, Exchange) else store, log, desk, lambda: self._retaining.waiting())
+        retain = Retain(store.strict if isinstance(store, Exchange) else store, log, desk, lambda: self._retaining.waiting(), reuse)
         self._retaining: Worker[Done] = Worker("retain", retain, desk, idle=retain.again)
         self._placing: Placing | None = None
         if isinstance(store, Exchange):

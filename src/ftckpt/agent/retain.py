@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ftckpt.agent.desk import Desk
+from ftckpt.agent.reuse import Reuse
 from ftckpt.domain.keep import KeepLast, parse_keep
 from ftckpt.errors import FtckptError
 from ftckpt.flows.gc import GcReport, collect
@@ -33,10 +34,12 @@ class Retain:
 
     Args:
         waiting: how many clean-ups are asked for behind this one; then it is left to the last of them.
+        reuse: knows what saves in flight rely on, and is told what does not verify.
     """
 
-    def __init__(self, store: BlobStore, log: CommitLog, desk: Desk, waiting: Callable[[], int]) -> None:
+    def __init__(self, store: BlobStore, log: CommitLog, desk: Desk, waiting: Callable[[], int], reuse: Reuse | None = None) -> None:
         self._store, self._log, self._desk, self._waiting = store, log, desk, waiting
+        self._reuse = reuse or Reuse(store, log, desk)
         self._sound: set[str] = set()
         self._done = False
         self._said = ""
@@ -71,13 +74,14 @@ class Retain:
                 policy,
                 drain_s=seconds / _DRAIN_SHARE,
                 sound=self._sound,
-                hold=self._followed,
+                hold={*self._followed, *self._reuse.in_use(config.group_world_size)},
                 going=lambda: time.monotonic() < end and not self._desk.stopping.is_set(),
             )
         except FtckptError as e:
             self._say(f"nothing was cleaned up, the next commit tries again: {e.what}")
             return
         self._done = not (report.failed or report.stopped or any(left.later for left in report.plan.leftovers))
+        self._reuse.doubt(tuple(index for index, _ in report.plan.unsound))
         self._tell(report)
 
     def _tell(self, report: GcReport) -> None:

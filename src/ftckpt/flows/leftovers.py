@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from ftckpt.domain.ledger import Append, Entry, Superseded, Unprovable, judge
-from ftckpt.domain.lineage import Found, LogView
+from ftckpt.domain.ledger import Append, Entry, Strayed, Superseded, Unprovable, judge
+from ftckpt.domain.lineage import Found, LogView, vouched
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
 from ftckpt.errors import ConfigError, Damaged, FtckptError, NotFound
 from ftckpt.flows.scan import look
@@ -244,6 +244,8 @@ def _complete(store: BlobStore, path: str, here: Found, seen: LogView, orphans: 
     if not here.log or here.log != seen.uuid:
         return False, f"written under another log ({here.log or 'none'}); only `ftckpt log rebuild` takes it in"
     verdict = judge(seen.tail, here.trajectory) if here.trajectory is not None else Unprovable(-1)
+    if isinstance(verdict, Append) and not vouched(seen, here):
+        verdict = Strayed(verdict.expect_tail, "what vouches for the files that it refers to was withdrawn")
     if isinstance(verdict, Append):
         return False, "complete; the next start may append it"
     if isinstance(verdict, Unprovable):

@@ -7,12 +7,14 @@ it whole.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
 from ftckpt.errors import Damaged, NotFound
+from ftckpt.flows.holders import open_holders
 from ftckpt.flows.nearest import nearest, nearest_image
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import MANIFEST, Cursor, FileInfo, Manifest, ShardInfo, decode, sha256
@@ -106,13 +108,16 @@ class OpenGeneration:
     Attributes:
         manifest: checked against the record, where there is one.
         leaves: the bytes of leaves.json, checked.
-        images: one per shard, in order of rank; every block is verified before it is handed out.
+        images: one per shard, in order of rank, then one per file of an earlier generation that they refer to; every block is
+            verified before it is handed out.
+        shards: how many of them are its own.
     """
 
     def __init__(self, store: Files, job: str, location: str, manifest: Manifest, leaves: bytes, entry: Entry | None = None) -> None:
         self.store, self.job, self.location, self.entry = store, job, location, entry
         self.manifest, self.leaves = manifest, leaves
         self.images: list[Image] = []
+        self.shards = 0
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -123,6 +128,9 @@ class OpenGeneration:
                     reader, image = open_shard(self.store, self.job, self.location, info)
                     undo.enter_context(reader)
                     self.images.append(image)
+                self.shards = len(self.images)
+                opens = partial(open_shard, self.store, self.job)
+                self.images += open_holders(undo, self.location, [image.table for image in self.images], opens)
                 self._open = undo.pop_all()
         return self
 

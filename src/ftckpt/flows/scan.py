@@ -40,11 +40,13 @@ def look(store: BlobStore, job: str, name: GenerationName) -> Found:
     return Found(
         location=location,
         step=name.step,
-        why=_misnamed(manifest, job, name) or _misfit(manifest, sizes),
+        why=_misnamed(manifest, job, name) or _misfit(manifest, sizes) or _lacking(store, job, manifest),
         trajectory=manifest.trajectory,
         log=manifest.log,
         known_tail=manifest.known_tail,
         manifest=sha256(data),
+        via=manifest.via,
+        refers=tuple(sorted({r.location for r in manifest.refers})),
     )
 
 
@@ -65,6 +67,20 @@ def _misfit(manifest: Manifest, sizes: dict[str, int]) -> str:
             return f"{file} is missing"
         if sizes[file] != size:
             return f"{file} has {sizes[file]} bytes, expected {size}"
+    return ""
+
+
+def _lacking(store: BlobStore, job: str, manifest: Manifest) -> str:
+    """The first file of an earlier generation that it refers to and that is missing or has another size; empty if all fit."""
+    sizes = {
+        info.path: info.size for location in {r.location for r in manifest.refers} for info in store.files(generation_dir(job, location))
+    }
+    for r in manifest.refers:
+        path = f"{generation_dir(job, r.location)}/{r.file}"
+        if path not in sizes:
+            return f"it has tensors in {r.location}/{r.file}, which is missing"
+        if sizes[path] != r.bytes:
+            return f"it has tensors in {r.location}/{r.file}, which has {sizes[path]} bytes, expected {r.bytes}"
     return ""
 
 

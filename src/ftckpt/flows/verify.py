@@ -10,8 +10,10 @@ import msgspec
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.sources import Fault
 from ftckpt.errors import Damaged, NotFound, StoreError
+from ftckpt.flows.holders import Referring
 from ftckpt.flows.read import open_shard, read_manifest, read_small
 from ftckpt.format.manifest import MANIFEST, Manifest, ShardInfo
+from ftckpt.format.table import Holder, TensorTable
 from ftckpt.ports import BlobStore
 
 Progress = Callable[[str, int], None]  # file, bytes just checked
@@ -56,7 +58,7 @@ def verify(
     progress: Progress | None = None,
     threads: int = 1,
 ) -> VerifyReport:
-    """Check one generation; every file is looked at, also after one that is damaged.
+    """Check one generation; every file is looked at, also after one that is damaged, and those that it refers to.
 
     Args:
         entry: its record; with it the manifest's sha256 is compared.
@@ -77,9 +79,10 @@ def verify(
 
 
 def payload(store: BlobStore, job: str, location: str) -> int:
-    """Bytes that a full verification reads from shards; 0 if the manifest cannot be read."""
+    """Bytes that a full verification reads from shards and files referred to; 0 if the manifest cannot be read."""
     try:
-        return read_manifest(store, job, location)[0].payload_bytes
+        manifest, _ = read_manifest(store, job, location)
+        return manifest.payload_bytes + manifest.referred_bytes
     except (Damaged, StoreError):
         return 0
 
@@ -98,17 +101,57 @@ def _files(
 ) -> Iterator[FileReport]:
     for small in (manifest.leaves, *(c.file for c in manifest.cursors)):
         yield FileReport(small.file, small.bytes, *_fault(partial(read_small, store, job, location, small)))
+    tables: list[TensorTable] = []
     for shard in manifest.shards:
-        yield FileReport(shard.file, shard.bytes, *_fault(partial(_check_shard, store, job, location, shard, full, progress, threads)))
+        check = partial(_check_shard, store, job, location, shard, full, progress, threads, tables)
+        yield FileReport(shard.file, shard.bytes, *_fault(check))
+    yield from _referred(store, job, location, manifest, tables, full, progress)
 
 
-def _check_shard(store: BlobStore, job: str, location: str, shard: ShardInfo, full: bool, progress: Progress | None, threads: int) -> None:
+def _check_shard(
+    store: BlobStore,
+    job: str,
+    location: str,
+    shard: ShardInfo,
+    full: bool,
+    progress: Progress | None,
+    threads: int,
+    tables: list[TensorTable],
+) -> None:
     reader, image = open_shard(store, job, location, shard)
     with reader:
+        tables.append(image.table)
         if progress is not None:
             progress(shard.file, shard.header_bytes)
         if full:
             image.verify(partial(progress, shard.file) if progress is not None else None, threads)
+
+
+def _referred(
+    store: BlobStore, job: str, location: str, manifest: Manifest, tables: list[TensorTable], full: bool, progress: Progress | None
+) -> Iterator[FileReport]:
+    """The files of earlier generations that it has tensors in: sizes and headers, or every byte that is used."""
+    try:
+        referring = Referring(location, tables)
+    except Damaged as e:
+        yield FileReport(MANIFEST, 0, e.what)
+        return
+    told = {(r.location, r.file) for r in manifest.refers}
+    for holder in referring.holders:
+        name, used = f"../{holder.location}/{holder.file}", referring.bytes(holder)
+        if (holder.location, holder.file) not in told:
+            yield FileReport(name, used, f"{location} has tensors in it, and {MANIFEST} does not say so")
+            continue
+        yield FileReport(name, used, *_fault(partial(_check_holder, store, job, referring, holder, full)))
+        if progress is not None and full:
+            progress(name, used)
+
+
+def _check_holder(store: BlobStore, job: str, referring: Referring, holder: Holder, full: bool) -> None:
+    reader, image = referring.open(holder, partial(open_shard, store, job))
+    with reader:
+        if full:
+            referring.check_boxes(image, holder)
 
 
 def _fault(check: Callable[[], object]) -> tuple[str, bool]:

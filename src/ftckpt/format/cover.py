@@ -23,7 +23,7 @@ def check_cover(tables: Sequence[tuple[str, TensorTable]]) -> None:
     kinds: dict[str, tuple[str, tuple[int, ...], str]] = {}
     boxes: dict[str, list[tuple[Box, str]]] = {}
     for where, table in tables:
-        for entry in table.tensors:
+        for entry in table.all_tensors:
             kind = kinds.setdefault(entry.name, (entry.dtype, entry.shape, where))
             if kind[:2] != (entry.dtype, entry.shape):
                 raise _mismatch(f"{entry.name} is {kind[0]} {list(kind[1])} in {kind[2]} and {entry.dtype} {list(entry.shape)} in {where}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
+from ftckpt.domain.names import GenerationName
 from ftckpt.errors import Damaged, Unstorable
 from ftckpt.format.digest import DIGEST_HEX
 from ftckpt.format.dtypes import item_bytes, known_dtype
@@ -11,6 +13,7 @@ from ftckpt.format.table import Chunk, TensorEntry, TensorTable, block_bytes_for
 
 Spec = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # name, dtype, global shape, offsets, sizes
 RESERVED_NAME = "__metadata__"  # safetensors' own
+_SHARD = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def plan_image(specs: Iterable[Spec], aliases: Mapping[str, str] | None = None) -> TensorTable:
@@ -92,8 +95,43 @@ def fault_of(table: TensorTable) -> str | None:
             at = chunk.end
     if at != table.image_bytes:
         return f"tensors end at byte {at} of {table.image_bytes}"
+    if table.boxes and (fault := _digests_fault(table.boxes, sum(len(e.chunks) for e in table.tensors))):
+        return fault
+    if (fault := _elsewhere_fault(table)) is not None:
+        return fault
+    names.update(e.name for e in table.elsewhere)
     dangling = next((a for a, name in table.aliases.items() if name not in names), None)
     return None if dangling is None else f"alias {dangling!r} of a name that is not there"
+
+
+def _elsewhere_fault(table: TensorTable) -> str | None:
+    """What is inconsistent in what a table says of other files."""
+    for holder in table.holders:
+        if GenerationName.parse(holder.location) is None or not _SHARD.fullmatch(holder.file):
+            return f"it refers to {holder.location}/{holder.file}, which is no shard's name"
+        if min(holder.header_bytes, holder.image_bytes) < 0 or holder.bytes != holder.header_bytes + holder.image_bytes:
+            return f"it refers to {holder.location}/{holder.file}, whose sizes do not fit"
+    kinds = {e.name: (e.dtype, e.shape) for e in table.tensors}
+    for entry in table.elsewhere:
+        if not 0 <= entry.holder < len(table.holders):
+            return f"{entry.name!r} is in file {entry.holder} of {len(table.holders)}"
+        if entry.name in table.aliases or kinds.setdefault(entry.name, (entry.dtype, entry.shape)) != (entry.dtype, entry.shape):
+            return f"{entry.name!r} is there twice"
+        if not known_dtype(entry.dtype):
+            return f"{entry.name!r} has unknown dtype {entry.dtype!r}"
+        if (fault := _digests_fault(entry.boxes, len(entry.chunks))) is not None:
+            return f"{entry.name!r}: {fault}"
+        item, end = item_bytes(entry.dtype), table.holders[entry.holder].image_bytes
+        for chunk in entry.chunks:
+            if not _inside(chunk, entry.shape):
+                return f"{entry.name!r}: box {chunk.offsets} + {chunk.sizes} is outside {entry.shape}"
+            if not 0 <= chunk.begin <= chunk.end <= end or chunk.end - chunk.begin != elements(chunk.sizes) * item:
+                return f"{entry.name!r}: bytes {chunk.begin} to {chunk.end} of another file's {end}"
+    return None
+
+
+def _digests_fault(boxes: tuple[str, ...], count: int) -> str | None:
+    return None if len(boxes) == count and all(len(d) == DIGEST_HEX for d in boxes) else f"{len(boxes)} digests for {count} boxes"
 
 
 def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:

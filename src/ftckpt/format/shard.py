@@ -14,9 +14,10 @@ from ftckpt.domain.names import shard_file
 from ftckpt.errors import Damaged, Unstorable
 from ftckpt.format.digest import PLACEHOLDER, digest_blocks
 from ftckpt.format.dtypes import SAFETENSORS_DTYPES, item_bytes
+from ftckpt.format.gather import Gathered
 from ftckpt.format.manifest import ShardInfo, sha256
 from ftckpt.format.plan import RESERVED_NAME, Spec, check_table, plan_image
-from ftckpt.format.table import TABLE_VERSION, TensorTable, page_up
+from ftckpt.format.table import REFERRING_VERSION, TABLE_VERSION, TensorTable, page_up
 from ftckpt.ports import BlobReader, BlobStore, BlobWriter
 
 __all__ = [
@@ -35,6 +36,7 @@ MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 GROUP_BYTES = 8 << 20  # bytes hashed and written at a time
 _LENGTH_BYTES = 8
 _OURS = "ftckpt"
+_OPTIONAL = ("boxes", "holders", "elsewhere")
 
 
 class _Section(msgspec.Struct, frozen=True):
@@ -61,7 +63,8 @@ def shard_header(table: TensorTable) -> bytes:
     """
     if not table.digests:
         table = msgspec.structs.replace(table, digests=(PLACEHOLDER,) * table.blocks)
-    header: dict[str, object] = {RESERVED_NAME: {"format": "pt", _OURS: msgspec.json.encode(table).decode()}}
+    fields = {name: value for name in table.__struct_fields__ if (value := getattr(table, name)) != () or name not in _OPTIONAL}
+    header: dict[str, object] = {RESERVED_NAME: {"format": "pt", _OURS: msgspec.json.encode(fields).decode()}}
     header.update(_sections(table))
     text = msgspec.json.encode(header)
     size = page_up(_LENGTH_BYTES + len(text))
@@ -97,7 +100,7 @@ def write_shard(
     path: str,
     rank: int,
     table: TensorTable,
-    image: memoryview,
+    image: memoryview | Gathered,
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
@@ -108,7 +111,7 @@ def write_shard(
     Args:
         path: of the shard in the store; its last part becomes ``ShardInfo.file``.
         table: of the image, digests empty or stale.
-        image: the bytes; page-aligned memory is written without a copy where the store can.
+        image: the bytes, in one piece or gathered from several; page-aligned memory is written without a copy where the store can.
         threads: how many groups of blocks are under way at a time.
         progress: called with the number of bytes just written, from the writing threads.
         pace: called with the number of bytes before they are written; may sleep to slow the writing down.
@@ -121,17 +124,20 @@ def write_shard(
     """
     if image.nbytes < table.image_bytes:
         raise Unstorable(f"{path}: the image has {image.nbytes} bytes, its table {table.image_bytes}", now="nothing was written")
-    image = image.cast("B")[: table.image_bytes]
+    whole = image if isinstance(image, Gathered) else image.cast("B")[: table.image_bytes]
     header_bytes = len(shard_header(table))
     group = max(table.block_bytes, GROUP_BYTES // table.block_bytes * table.block_bytes)
     starts = range(0, table.image_bytes, group)
     with store.writer(path, header_bytes + table.image_bytes) as writer:
 
-        def digested(start: int) -> tuple[str, ...]:
-            return digest_blocks(image[start : start + group], table.block_bytes)
+        def part_at(start: int) -> memoryview:
+            stop = min(start + group, table.image_bytes)
+            return whole.part(start, stop) if isinstance(whole, Gathered) else whole[start:stop]
 
-        def written(start: int) -> None:
-            part = image[start : start + group]
+        def digested(start: int) -> tuple[str, ...]:
+            return digest_blocks(part_at(start), table.block_bytes)
+
+        def written(start: int, part: memoryview) -> None:
             writer.write_at(header_bytes + start, part)
             if progress is not None:
                 progress(len(part))
@@ -139,8 +145,9 @@ def write_shard(
         def both(start: int) -> tuple[str, ...]:
             if pace is not None:
                 pace(min(group, table.image_bytes - start))
-            digests = digested(start)
-            written(start)
+            part = part_at(start)
+            digests = digest_blocks(part, table.block_bytes)
+            written(start, part)
             return digests
 
         # a header has the digests, so that what is uploaded in order is read twice: hashing is far faster than any network
@@ -151,7 +158,7 @@ def write_shard(
         for start in starts if writer.in_order else ():
             if pace is not None:
                 pace(min(group, table.image_bytes - start))
-            written(start)
+            written(start, part_at(start))
         writer.commit()
     return table, ShardInfo(
         file=path.rsplit("/", 1)[-1],
@@ -237,8 +244,12 @@ def _parse(text: memoryview, where: str, cross_check: bool) -> TensorTable:
         theirs = {name: msgspec.json.decode(raw, type=_Section) for name, raw in seen.items() if name != RESERVED_NAME}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _damaged(where, f"has no readable ftckpt table in its safetensors header ({e})") from e
-    if table.version != TABLE_VERSION:
-        raise Damaged(f"{where} has table version {table.version}; this release reads {TABLE_VERSION}", todo="use a newer ftckpt")
+    if table.version != (REFERRING_VERSION if table.holders else TABLE_VERSION):
+        raise Damaged(
+            f"{where} has table version {table.version} with {len(table.holders)} files that it refers to;"
+            f" this release reads {TABLE_VERSION} without and {REFERRING_VERSION} with such",
+            todo="use a newer ftckpt",
+        )
     check_table(table, where)
     if cross_check and theirs != _sections(table):  # otherwise the manifest's digest of the header vouches for it
         raise _damaged(where, "has a safetensors header that differs from its table")

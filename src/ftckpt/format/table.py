@@ -11,6 +11,7 @@ import math
 import msgspec
 
 TABLE_VERSION = 1
+REFERRING_VERSION = 2  # of a table that refers to other files: without them it does not hold all of its tensors
 PAGE = 4096
 MIN_BLOCK = 1 << 20
 MAX_BLOCKS = 1 << 15
@@ -41,6 +42,40 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     chunks: tuple[Chunk, ...]
 
 
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """A shard file of an earlier generation that holds boxes of this one.
+
+    Args:
+        location: that generation's directory name; the file lies in it, never in one that it refers to in turn.
+        file, bytes, header_bytes, header_sha256, image_bytes: as in its manifest; the digest vouches for its table, and so
+            for its bytes.
+    """
+
+    location: str
+    file: str
+    bytes: int
+    header_bytes: int
+    header_sha256: str
+    image_bytes: int
+
+
+class Elsewhere(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of a tensor that another file holds.
+
+    Args:
+        holder: which of the table's holders.
+        chunks: the boxes; ``begin`` and ``end`` are in the holder's image.
+        boxes: xxh3-128 of each box, hex.
+    """
+
+    holder: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    boxes: tuple[str, ...]
+
+
 class TensorTable(msgspec.Struct, frozen=True, kw_only=True):
     """Everything needed to read any slice of what one image holds.
 
@@ -50,6 +85,9 @@ class TensorTable(msgspec.Struct, frozen=True, kw_only=True):
         tensors: entries in image order.
         aliases: further names of a stored tensor (shared memory): alias -> stored name.
         digests: xxh3-128 of each block, hex; empty until the bytes were read once.
+        boxes: xxh3-128 of each box of ``tensors``, hex, in their order; empty where nothing is to be compared with it later.
+        holders: files of earlier generations that ``elsewhere`` points into.
+        elsewhere: boxes that had not changed since they were stored there; together with ``tensors`` all that this rank holds.
     """
 
     version: int = TABLE_VERSION
@@ -58,6 +96,14 @@ class TensorTable(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str] = msgspec.field(default_factory=dict)
     digests: tuple[str, ...] = ()
+    boxes: tuple[str, ...] = ()
+    holders: tuple[Holder, ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+    @property
+    def all_tensors(self) -> tuple[TensorEntry, ...]:
+        """What is held here and what is held elsewhere; ranges of the latter are not of this image."""
+        return (*self.tensors, *(TensorEntry(e.name, e.dtype, e.shape, e.chunks) for e in self.elsewhere))
 
     @property
     def blocks(self) -> int:

@@ -49,6 +49,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
         registry_ttl_s: life of the replica's line in the log when it is not renewed.
         nice: CPU niceness of persisting while no other save waits (0: none).
         persist_threads: threads that write one shard.
+        reuse: leave out of a save the tensors that the generation before it has, and refer to its files instead.
         keep: retention policy in its short form (``domain.keep``), for the clean-up after commits.
         gc_s: how long one clean-up may take; what is left is done after the next commit.
     """
@@ -87,6 +88,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     registry_ttl_s: float = 15.0
     nice: int = 10
     persist_threads: int = 1
+    reuse: bool = False
     keep: str = "all"
     gc_s: float = 60.0
 
