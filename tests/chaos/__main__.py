@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections import Counter
@@ -35,7 +36,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--rendezvous", choices=("c10d", "etcd", "etcd-v2", "etcd-v3"), help="of torchrun; default: etcd-v3 where the log is in etcd"
     )
     parser.add_argument("--no-network", action="store_true", help="no network namespaces, even where root allows them")
-    parser.add_argument("--small-disk", action="store_true", help="root on a small tmpfs of its own (needs root): allows disk-full")
+    parser.add_argument("--small-disk", action="store_true", help="root on a small file system of its own (needs root; default as root)")
+    parser.add_argument("--no-small-disk", action="store_true", help="root in the artefacts' own file system, even as root")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds within which a job must recover")
     parser.add_argument("--slow", type=float, default=0.05, help="seconds of sleep in each step")
     parser.add_argument("--save-every", type=int, default=5)
@@ -118,6 +120,7 @@ def report(e: Evidence, verdicts: list[Verdict]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.network = not args.no_network and have_network()
+    args.small_disk = args.small_disk or (os.geteuid() == 0 and not args.no_small_disk)
     workloads = args.workload or ["torchft"]
     if args.plan:
         for workload in workloads:

@@ -29,7 +29,7 @@ TICK_S = 0.1
 LOG_S = 0.5
 USAGE_S = 5.0
 GONE_S = 60.0  # until agents, which linger a while, have gone
-SMALL_DISK = "64m"
+SMALL_DISK = "640M"
 
 
 class Runner:
@@ -69,9 +69,13 @@ class Runner:
         self.plan.folder.mkdir(parents=True, exist_ok=True)
         if self.small_disk:
             (self.plan.folder / "root").mkdir(parents=True, exist_ok=True)
-            subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "tmpfs", str(self.plan.folder / "root")], check=True, timeout=20
-            )
+            image = str(self.plan.folder / "disk")
+            for argv in (
+                ["truncate", "-s", SMALL_DISK, image],
+                ["mkfs.ext4", "-q", image],
+                ["mount", "-o", "loop", image, str(self.plan.folder / "root")],
+            ):
+                subprocess.run(argv, check=True, timeout=60)
         try:
             self.job.start()
             if self._until("the first generation", lambda: self._healthy() and bool(self._generations())):
@@ -92,6 +96,7 @@ class Runner:
             subprocess.run(["cp", "-a", str(root), str(self.plan.folder / "kept")], check=False, timeout=120)
             subprocess.run(["umount", str(root)], check=False, timeout=20)
             root.rmdir()
+            (self.plan.folder / "disk").unlink()
             (self.plan.folder / "kept").rename(root)
 
     def _faults(self) -> None:

@@ -17,6 +17,8 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, genesis
 
+pytestmark = pytest.mark.smoke
+
 JOB = "chaos"
 MEMBERS = (member_id("replica0"), member_id("replica1"))
 T0 = 1000.0

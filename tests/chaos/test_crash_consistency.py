@@ -33,6 +33,8 @@ from ftckpt.stores.local import LocalStore
 from ftckpt.testing.faults import Call, RecordingOps
 from ftckpt.testing.powerloss import Disk, lay_out, losses
 
+pytestmark = pytest.mark.smoke
+
 JOB = "job"
 ELEMENTS = 2600  # ten thousand bytes: more than one sector and page
 MARKS = ("committed", "withdrawn")

@@ -12,6 +12,8 @@ from chaos.__main__ import main
 from chaos.nemeses.acts import flip
 from chaos.nemeses.schedule import KINDS, Planned, possible, schedule
 
+pytestmark = pytest.mark.smoke
+
 
 def first(seed: int, kinds: list[str], n: int = 200) -> list[Planned]:
     return list(itertools.islice(schedule(seed, kinds), n))

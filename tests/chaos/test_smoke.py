@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from chaos.checkers.verdicts import overall
 from chaos.evidence import Evidence, store
 from chaos.nemeses.schedule import KINDS, Planned, possible
 from chaos.runner import Runner
-from chaos.workloads.jobs import Plan
+from chaos.workloads.jobs import WORKLOADS, Plan
+from chaos.workloads.network import have_network
 from ftckpt.testing.etcd_server import have_etcd
 
 PATIENCE = 300.0
@@ -25,10 +27,13 @@ def planned(kind: str, wait: str = "healthy", gap: float = 0.5, target: int = 0,
     return Planned(kind=kind, wait=wait, gap=gap, target=target, rank=target, hold=hold, dice=target)  # type: ignore[arg-type]
 
 
-def run(plan: Plan, faults: Iterator[Planned], most: int = 0) -> Evidence:
+def run(plan: Plan, faults: Iterator[Planned], most: int = 0, *, small_disk: bool = False) -> Evidence:
     """One run, which must be valid; its artefacts are in the test's folder."""
-    runner = Runner(plan, 1, faults, seconds=1e9, most=most, patience=PATIENCE, tell=print)
-    evidence = runner.run()
+    runner = Runner(plan, 1, faults, seconds=1e9, most=most, patience=PATIENCE, small_disk=small_disk, tell=print)
+    try:
+        evidence = runner.run()
+    finally:
+        runner.close()
     store(plan.folder, evidence)
     verdicts = judge(evidence)
     print(report(evidence, verdicts))
@@ -60,18 +65,56 @@ def test_killed_at_twenty_random_moments_nothing_committed_is_lost(tmp_path: Pat
     assert sum(x.kind == "resumed" and x.step > 0 for x in e.lines) >= 8
 
 
+def each_once(names: Sequence[str], seed: int) -> Iterator[Planned]:
+    """Every one of these faults once, in an order of the seed, each soon after the job has recovered."""
+    rng = random.Random(seed)
+    order = sorted(names, key=lambda name: rng.random())
+    for name in order:
+        least, most = KINDS[name].hold
+        yield planned(name, gap=rng.uniform(0.1, 0.5), target=rng.randrange(1 << 16), hold=min(most, max(least, 2.0)))
+
+
+def done_of(e: Evidence) -> set[str]:
+    return {h.kind for h in e.happened}
+
+
 @pytest.mark.smoke
 @pytest.mark.etcd
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not have_etcd(), reason="there is no etcd to start")
-@pytest.mark.covers("I2", "I3", "I4", "I8", "I9", "I12", "I13", "F25", "F65")
-def test_every_nemesis_once_on_etcd(tmp_path: Path) -> None:
-    rng = random.Random(5)
-    names = possible(["group", "peers", "etcd"])
-    rng.shuffle(names)
-    faults = [planned(name, gap=rng.uniform(0.2, 1.5), target=rng.randrange(3), hold=min(6.0, sum(KINDS[name].hold) / 2)) for name in names]
-    e = run(Plan(workload="torchft", folder=tmp_path / "run", log="etcd", rendezvous="etcd-v3"), iter(faults))
-    assert {h.kind for h in e.happened} >= set(names)
+@pytest.mark.covers("I1", "I2", "I4", "I6", "I8", "I9", "I12", "I13", "F3", "F4", "F19", "F25", "F26", "F33", "F64", "F65", "F69")
+def test_every_nemesis_of_one_process_once(tmp_path: Path) -> None:
+    network, disk = have_network(), os.geteuid() == 0
+    names = possible(["etcd", "etcd3", *(["network"] if network else []), *(["small-disk"] if disk else [])])
+    plan = Plan(workload="solo", folder=tmp_path / "run", log="etcd3", network=network, slow=0.03)
+    e = run(plan, each_once(names, 5), small_disk=disk)
+    assert done_of(e) >= set(names)
+
+
+@pytest.mark.smoke
+@pytest.mark.etcd
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not have_etcd(), reason="there is no etcd to start")
+@pytest.mark.covers("I2", "I3", "I4", "I8", "I9", "I12", "I13", "F49", "F53", "F54", "F59", "F61")
+def test_every_nemesis_among_peers_once(tmp_path: Path) -> None:
+    network = have_network()
+    among = possible(["group", "peers", "etcd", *(["network"] if network else [])])
+    names = [name for name in among if {"group", "peers"} & set(KINDS[name].needs)] + ["kill-machine", "zombie", "stop-trainer"]
+    plan = Plan(workload="torchft", folder=tmp_path / "run", log="etcd", rendezvous="etcd-v3", network=network)
+    e = run(plan, each_once(names, 6))
+    assert done_of(e) >= set(names)
+    assert any(x.healed for x in e.lines)
+
+
+@pytest.mark.smoke
+@pytest.mark.etcd
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not have_etcd(), reason="there is no etcd to start")
+@pytest.mark.parametrize(("workload", "rendezvous"), [("elastic", "etcd"), ("fsdp", "etcd-v3")])
+@pytest.mark.covers("I2", "I4", "I8", "I12")
+def test_groups_of_two_ranks_through_etcd(tmp_path: Path, workload: str, rendezvous: str) -> None:
+    plan = Plan(workload=workload, folder=tmp_path / "run", log="etcd", rendezvous=rendezvous)
+    run(plan, iter([planned("kill-trainer", target=1), planned("kill-launcher", target=1)]))
 
 
 @pytest.mark.slow
@@ -90,3 +133,16 @@ def test_a_whole_torchft_job_killed_at_twenty_random_moments(tmp_path: Path) -> 
 def test_groups_of_two_ranks_survive(tmp_path: Path, workload: str) -> None:
     kinds = ["kill-trainer", "kill-all", "kill-launcher"]
     run(Plan(workload=workload, folder=tmp_path / "run"), iter([planned(kind, target=1) for kind in kinds]))
+
+
+@pytest.mark.slow
+@pytest.mark.etcd
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not have_etcd(), reason="there is no etcd to start")
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("rendezvous", ["etcd", "etcd-v2", "etcd-v3"])
+@pytest.mark.covers("I2", "I4", "I8", "I12")
+def test_every_workload_through_every_rendezvous_of_etcd(tmp_path: Path, workload: str, rendezvous: str) -> None:
+    kinds = ["kill-trainer", "kill-all", "kill-launcher"]
+    plan = Plan(workload=workload, folder=tmp_path / "run", log="etcd", rendezvous=rendezvous)
+    run(plan, iter([planned(kind, target=1) for kind in kinds]))

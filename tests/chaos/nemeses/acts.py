@@ -214,10 +214,15 @@ def truncate(path: Path, rng: random.Random) -> int:
 def _fill(job: Job, planned: Planned) -> tuple[Happened, Undo]:
     """Use up all space of the root's own small file system."""
     filler = job.plan.folder / "root" / "filler"
-    with filler.open("wb", buffering=0) as f:
-        try:
-            while True:
-                f.write(b"\0" * (1 << 16))
-        except OSError:
-            pass
-    return did(planned, [], [os.getpid()]), lambda: filler.unlink(missing_ok=True)
+    fd = os.open(filler, os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        at, size = 0, 1 << 26
+        while size >= 1 << 12:
+            try:
+                os.posix_fallocate(fd, at, size)
+                at += size
+            except OSError:
+                size //= 2
+    finally:
+        os.close(fd)
+    return did(planned, [], [os.getpid()], text=f"{at >> 20} MiB"), lambda: filler.unlink(missing_ok=True)
