@@ -33,7 +33,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--overlap", type=float, default=0.25, help="share of faults that come at any moment, recovered or not")
     parser.add_argument("--log", choices=("sqlite", "etcd", "etcd3"), default="sqlite", help="etcd3: three members")
     parser.add_argument(
-        "--rendezvous", choices=("c10d", "etcd", "etcd-v2", "etcd-v3"), help="of torchrun; default: etcd-v3 where the log is in etcd"
+        "--rendezvous", choices=("c10d", "etcd", "etcd-v2", "etcd-v3"), help="of torchrun; default: etcd-v3 where the log is in etcd, else c10d. One process goes without torchrun only with c10d"
     )
     parser.add_argument("--no-network", action="store_true", help="no network namespaces, even where root allows them")
     parser.add_argument("--small-disk", action="store_true", help="root on a small file system of its own (needs root; default as root)")
@@ -52,7 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def needs_of(args: argparse.Namespace, workload: str) -> list[str]:
     """What a job of this kind has that faults can be done to."""
     has = {
-        "group": workload != "solo" or (args.rendezvous or "c10d") != "c10d",
+        "group": workload != "solo" or args.rendezvous != "c10d",
         "peers": workload in PEERS,
         "etcd": args.log != "sqlite",
         "etcd3": args.log == "etcd3",
@@ -69,7 +69,7 @@ def one(args: argparse.Namespace, workload: str) -> tuple[Evidence, Path]:
         workload=workload,
         folder=folder,
         log=args.log,
-        rendezvous=args.rendezvous or ("c10d" if args.log == "sqlite" else "etcd-v3"),
+        rendezvous=args.rendezvous,
         network=args.network,
         save_every=args.save_every,
         slow=args.slow,
@@ -120,6 +120,7 @@ def report(e: Evidence, verdicts: list[Verdict]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     args.network = not args.no_network and have_network()
+    args.rendezvous = args.rendezvous or ("c10d" if args.log == "sqlite" else "etcd-v3")
     args.small_disk = args.small_disk or (os.geteuid() == 0 and not args.no_small_disk)
     workloads = args.workload or ["torchft"]
     if args.plan:

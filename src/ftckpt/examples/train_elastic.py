@@ -1,8 +1,10 @@
 """Plain elastic torchrun with DDP and no torchft: one replica group, all ranks in it; the same lines but one.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=1:2 --nproc-per-node=2 --rdzv-backend=c10d --max-restarts=3 examples/train_elastic.py --root file:///ckpt
 
-A killed worker makes torchrun restart the group; every rank then goes on from the newest completed generation.
+A killed worker makes torchrun restart the group; every rank then goes on from the newest completed generation. Without that variable
+restarted workers may hang in ``init_process_group`` (see "Restarts that hang" in the guide); with ``--rdzv-backend=etcd-v3`` it is not needed.
 """
 
 from __future__ import annotations
