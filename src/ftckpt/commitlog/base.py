@@ -164,13 +164,20 @@ class KeyValueLog(Withdrawal):
         compares: list[Compare] = [Equals(self._keys.uuid, log.encode()), Equals(self._keys.tail, index_bytes(expect_tail))]
         if fresh:
             compares, puts = [Exists(self._keys.uuid, present=False)], [*puts, Put(self._keys.uuid, log.encode())]
-        needed = [self._keys.of("entries", log, index) for index in entry.via]
+        relied = entry.via if entry.kind == "generation" else (entry.base,) if entry.base >= 0 else ()
+        needed = [self._keys.of("entries", log, index) for index in relied]
         compares += [Exists(key) for key in needed]
         otherwise = [Get(self._keys.uuid), Get(self._keys.tail), *(Get(key) for key in needed)]
         outcome = self._kv.transact(compares, puts, otherwise, deadline=deadline, effect="once")
         if not outcome.done:
             if outcome.text(0) == log and outcome.text(1) == str(expect_tail):
-                gone = [f"#{index}" for index, items in zip(entry.via, outcome.results[2:], strict=True) if not items]
+                gone = [f"#{index}" for index, items in zip(relied, outcome.results[2:], strict=True) if not items]
+                if entry.kind == "open":
+                    raise Withdrawn(
+                        f"generation {gone[0]} was withdrawn meanwhile, so that nothing can be opened from it",
+                        now="nothing was appended",
+                        todo="start again, and ask for a generation that is there",
+                    )
                 raise Withdrawn(
                     f"step {entry.step} has tensors in files that {', '.join(gone)} vouched for, which was withdrawn meanwhile",
                     now="nothing was appended",

@@ -247,6 +247,18 @@ def a_record_is_appended_only_while_what_vouches_for_its_files_exists(world: Wor
 
 
 @_check
+def nothing_is_opened_from_a_withdrawn_generation(world: World) -> None:
+    """Between choosing a generation and opening it a clean-up may have taken it out of the log."""
+    log, other = world.open(world.job), world.open(world.job)
+    fill(log, 3)
+    other.withdraw(0, expect_tail=2)
+    opening = replace(generation(2), kind="open", location="", manifest="", base=0)
+    expect_error(Withdrawn, "an opening of a withdrawn generation", lambda: log.append(opening, expect_tail=2))
+    expect([e.index for e in other.entries()], [1, 2], "entries after the refusal")
+    expect(log.append(replace(opening, base=1), expect_tail=2).index, 3, "an opening of one that is there")
+
+
+@_check
 def pins_and_placements_belong_to_existing_records(world: World) -> None:
     """They are seen by every handle, may be written again, and need a record."""
     log, other = world.open(world.job), world.open(world.job)
