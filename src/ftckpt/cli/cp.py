@@ -34,7 +34,11 @@ def cp(
     timeout: common.Timeout = None,
     json: common.Json = False,
 ) -> None:
-    """Copy a generation into another root, every byte verified on the way; what is there already is not copied again."""
+    """Copy a generation into another root, every byte verified on the way; what is there already is not copied again.
+
+    One that refers to files of earlier generations gets all its tensors into the copy, under a manifest of its own; with --tier
+    it is copied as it is, and the target must have those files.
+    """
     from ftckpt import wiring
     from ftckpt.flows import inspect
     from ftckpt.flows import verify as checks
@@ -51,7 +55,7 @@ def cp(
         try:
             total = checks.payload(parts.store, job, location)
             with reading(None if no_log else parts.log, entry, who="cp"), progress_bar(total, "copying") as progress:
-                copied = copy_generation(parts.store, target, job, location, entry, full=full, progress=progress)
+                copied = copy_generation(parts.store, target, job, location, entry, full=full, as_it_is=tier is not None, progress=progress)
         finally:
             target.close()
         if entry is not None and tier is not None:
@@ -71,3 +75,5 @@ def _say(copied: Copied, entry: Entry | None, json: bool) -> None:
         common.print_json({"entry": entry, "copied": copied})
     else:
         print(f"step {copied.step} ({copied.location}) is in {copied.url}: {copied.files} files, {common.size(copied.bytes)} copied")
+        if copied.made_whole:
+            print("it referred to files of earlier generations; the copy has all its tensors itself, and a manifest of its own")

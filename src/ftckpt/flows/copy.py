@@ -1,20 +1,36 @@
-"""Copying a generation into another root, every byte verified on the way, manifest last. It appends no record."""
+"""Copying a generation into another root, every byte verified on the way, manifest last. It appends no record.
+
+A generation that refers to files of earlier ones becomes one that has all its tensors itself, with a manifest of its own; all
+others are copied bit for bit.
+"""
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
 import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
 from ftckpt.errors import StoreError
+from ftckpt.flows.holders import Referring
 from ftckpt.flows.read import open_shard, read_manifest, read_small
 from ftckpt.flows.verify import Progress, verify
-from ftckpt.format.manifest import MANIFEST, FileInfo, Manifest, ShardInfo
+from ftckpt.format.image import Image
+from ftckpt.format.manifest import MANIFEST, MANIFEST_VERSION, FileInfo, Manifest, ShardInfo, encode, sha256
+from ftckpt.format.reuse import made_whole
+from ftckpt.format.shard import read_header, write_shard
+from ftckpt.format.table import TensorTable
 from ftckpt.ports import BlobStore
+
+T = TypeVar("T")
 
 _WINDOW = 8 << 20  # bytes written at a time
 
@@ -25,6 +41,7 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         files: copied now; others were there already, whole.
         bytes: of those files.
+        made_whole: it referred to files of earlier generations; the copy has a manifest of its own, which no record vouches for.
     """
 
     location: str
@@ -32,6 +49,7 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     files: int
     bytes: int
+    made_whole: bool = False
 
 
 def copy_generation(
@@ -42,6 +60,7 @@ def copy_generation(
     entry: Entry | None = None,
     *,
     full: bool = False,
+    as_it_is: bool = False,
     progress: Progress | None = None,
     threads: int = 2,
 ) -> Copied:
@@ -50,6 +69,7 @@ def copy_generation(
     Args:
         entry: its record; with it the manifest's sha256 is compared.
         full: read every byte back from the target, else sizes, headers and small files.
+        as_it_is: bit for bit, also if it refers to files of earlier generations; the target must have those.
         progress: called with a file's name and the number of bytes just copied, maybe from several threads.
         threads: shards under way at a time.
 
@@ -59,16 +79,22 @@ def copy_generation(
     """
     manifest, data = read_manifest(source, job, location, entry)
     work = _Copy(source, target, job, location, progress or (lambda file, count: None))
-    base = generation_dir(job, location)
-    if target.exists(f"{base}/{MANIFEST}") and target.get(f"{base}/{MANIFEST}") != data:
-        raise _other(target, f"{base}/{MANIFEST}")
+    where = f"{generation_dir(job, location)}/{MANIFEST}"
+    whole = bool(manifest.refers) and not as_it_is
+    if not whole and target.exists(where) and target.get(where) != data:
+        raise _other(target, where)
     for small in (manifest.leaves, *(c.file for c in manifest.cursors)):
         work.small(small)
-    _each(work.shard, manifest.shards, threads)
-    if not target.put(f"{base}/{MANIFEST}", data, if_absent=True) and target.get(f"{base}/{MANIFEST}") != data:
-        raise _other(target, f"{base}/{MANIFEST}")
+    if whole:
+        shards = _each(work.whole_shard, manifest.shards, threads)
+        manifest = msgspec.structs.replace(manifest, version=MANIFEST_VERSION, shards=tuple(shards), refers=(), via=())
+        data, entry = encode(manifest), None
+    else:
+        _each(work.shard, manifest.shards, threads)
+    if not target.put(where, data, if_absent=True) and target.get(where) != data:
+        raise _other(target, where)
     _check(target, job, manifest, location, entry, full, threads)
-    return Copied(location=location, step=manifest.step, url=target.url, files=work.files, bytes=work.bytes)
+    return Copied(location=location, step=manifest.step, url=target.url, files=work.files, bytes=work.bytes, made_whole=whole)
 
 
 class _Copy:
@@ -109,20 +135,75 @@ class _Copy:
             writer.commit()
         self._count(info.bytes)
 
+    def whole_shard(self, info: ShardInfo) -> ShardInfo:
+        """A shard with what it refers to in it, laid out anew; what the new manifest says of it."""
+        path = f"{generation_dir(self._job, self._location)}/{info.file}"
+        opens = partial(open_shard, self._source, self._job)
+        with ExitStack() as stack:
+            reader, own = opens(self._location, info)
+            stack.enter_context(reader)
+            referring = Referring(self._location, [own.table])
+            images = {holder: referring.open(holder, opens) for holder in referring.holders}
+            for opened, _ in images.values():
+                stack.enter_context(opened)
+            table, pieces = made_whole(own.table)
+            joined = _Joined([(own if holder is None else images[holder][1], begin, end) for holder, begin, end in pieces])
+            if self._target.exists(path):
+                return self._there(path, info, table)
+            _, new = write_shard(self._target, path, info.rank, table, joined, progress=lambda count: self._progress(info.file, count))
+        self._count(new.bytes)
+        return new
+
+    def _there(self, path: str, info: ShardInfo, table: TensorTable) -> ShardInfo:
+        """A shard that an earlier copy made, if it is the same."""
+        with self._target.reader(path) as reader:
+            found, offset = read_header(reader, path)
+            if msgspec.structs.replace(found, digests=()) != table:
+                raise _other(self._target, path)
+            Image(reader, found, offset, path).verify(lambda count: self._progress(info.file, count))
+            header = memoryview(bytearray(offset))
+            reader.read_into(0, header)
+            return ShardInfo(
+                file=info.file,
+                rank=info.rank,
+                bytes=reader.size,
+                header_bytes=offset,
+                header_sha256=sha256(header),
+                image_bytes=found.image_bytes,
+            )
+
     def _count(self, size: int) -> None:
         with self._lock:
             self.files += 1
             self.bytes += size
 
 
-def _each(do: Callable[[ShardInfo], None], shards: tuple[ShardInfo, ...], threads: int) -> None:
+class _Joined:
+    """Verified pieces of images as one image; see ``format.gather.Parts``."""
+
+    def __init__(self, pieces: list[tuple[Image, int, int]]) -> None:
+        self._pieces = [piece for piece in pieces if piece[1] < piece[2]]
+        self._starts = [0, *accumulate(end - begin for _, begin, end in self._pieces)]
+        self.nbytes = self._starts[-1]
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop), each checked just before."""
+        room = memoryview(bytearray(stop - start))
+        at, number = start, bisect_right(self._starts, start) - 1
+        while at < stop:
+            image, begin, end = self._pieces[number]
+            first = begin + at - self._starts[number]
+            data = image.range(first, min(end, first + stop - at))
+            room[at - start : at - start + len(data)] = data
+            at, number = at + len(data), number + 1
+        return room
+
+
+def _each(do: Callable[[ShardInfo], T], shards: tuple[ShardInfo, ...], threads: int) -> list[T]:
     if threads <= 1 or len(shards) < 2:
-        for shard in shards:
-            do(shard)
-        return
+        return [do(shard) for shard in shards]
     with ThreadPoolExecutor(threads, "ftckpt-copy") as pool:
-        for done in [pool.submit(do, shard) for shard in shards]:
-            done.result()
+        return [done.result() for done in [pool.submit(do, shard) for shard in shards]]
 
 
 def _check(target: BlobStore, job: str, manifest: Manifest, location: str, entry: Entry | None, full: bool, threads: int) -> None:

@@ -10,6 +10,7 @@ from ftckpt.domain.ledger import Append, judge
 from ftckpt.domain.lineage import Found, LogView, adoptable
 from ftckpt.domain.sources import Situation, doubt
 from ftckpt.errors import LogUnreachable
+from ftckpt.flows.leftovers import referrers
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
 from ftckpt.ports import BlobStore, CommitLog
@@ -110,13 +111,16 @@ def _ahead(f: Found, seen: LogView) -> bool:
 def _orphans(seen: LogView, found: tuple[Found, ...]) -> list[Finding]:
     recorded = {e.location for e in seen.entries}
     fit = {f.location for f in adoptable(seen, found)}
+    shared = referrers(seen.entries)
     back = any(_ahead(f, seen) for f in found)
     out = []
     for f in found:
         if f.location in recorded:
             continue
         fits = f.trajectory is not None and isinstance(judge(seen.tail, f.trajectory), Append)
-        if f.why:
+        if f.location in shared:
+            text = f"its record was withdrawn; {shared[f.location]}"
+        elif f.why:
             text = f"not in the log: {f.why}"
         elif back and fits:
             text = "complete and not in the log, which went back: only `ftckpt log rebuild` takes it in"

@@ -122,5 +122,5 @@ def _entries(store: BlobStore, job: str, chain: tuple[Found, ...], left_out: dic
             continue
         manifest, data = read_manifest(store, job, f.location)
         last = len(entries) - 1
-        entries.append(msgspec.structs.replace(record(manifest, data, f.location), index=last + 1, prev=last, base=last))
+        entries.append(msgspec.structs.replace(record(manifest, data, f.location), index=last + 1, prev=last, base=last, via=()))
     return tuple(entries)

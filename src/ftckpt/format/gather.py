@@ -7,9 +7,18 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from ftckpt.format.table import PAGE, page_up
+
+
+class Parts(Protocol):
+    """An image that is handed out part by part."""
+
+    nbytes: int
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop): good until this thread asks for the next."""
 
 
 class Gathered:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ftckpt.format.digest import digest
 from ftckpt.format.gather import Gathered
 from ftckpt.format.manifest import Referred, ShardInfo
+from ftckpt.format.plan import plan_image
 from ftckpt.format.table import (
     REFERRING_VERSION,
     TABLE_VERSION,
@@ -152,6 +153,25 @@ def reduce(table: TensorTable, image: memoryview, boxes: tuple[str, ...], known:
     )
     refers = tuple(Referred(location=h.location, file=h.file, bytes=h.bytes, used=count) for h, count in used.items())
     return Reduced(smaller, Gathered(image, pieces), refers)
+
+
+def made_whole(table: TensorTable) -> tuple[TensorTable, list[tuple[Holder | None, int, int]]]:
+    """The table of an image that has all that this one refers to, too.
+
+    Returns:
+        The table, without digests of blocks, and where its bytes are, in its order: file (None: this one), begin, end.
+    """
+    places: dict[Key, tuple[Holder | None, int, int, str]] = {}
+    digests = iter(table.boxes)
+    for entry in table.tensors:
+        for chunk in entry.chunks:
+            places[_key(entry, chunk)] = (None, chunk.begin, chunk.end, next(digests))
+    for other in table.elsewhere:
+        for chunk, box in zip(other.chunks, other.boxes, strict=True):
+            places[_key(other, chunk)] = (table.holders[other.holder], chunk.begin, chunk.end, box)
+    whole = plan_image(places, table.aliases)
+    order = [places[_key(entry, chunk)] for entry in whole.tensors for chunk in entry.chunks]
+    return replace(whole, boxes=tuple(box for *_, box in order)), [(holder, begin, end) for holder, begin, end, _ in order]
 
 
 def _key(entry: TensorEntry | Elsewhere, chunk: Chunk) -> Key:

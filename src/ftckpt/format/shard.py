@@ -14,7 +14,7 @@ from ftckpt.domain.names import shard_file
 from ftckpt.errors import Damaged, Unstorable
 from ftckpt.format.digest import PLACEHOLDER, digest_blocks
 from ftckpt.format.dtypes import SAFETENSORS_DTYPES, item_bytes
-from ftckpt.format.gather import Gathered
+from ftckpt.format.gather import Parts
 from ftckpt.format.manifest import ShardInfo, sha256
 from ftckpt.format.plan import RESERVED_NAME, Spec, check_table, plan_image
 from ftckpt.format.table import REFERRING_VERSION, TABLE_VERSION, TensorTable, page_up
@@ -100,7 +100,7 @@ def write_shard(
     path: str,
     rank: int,
     table: TensorTable,
-    image: memoryview | Gathered,
+    image: memoryview | Parts,
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
@@ -124,7 +124,7 @@ def write_shard(
     """
     if image.nbytes < table.image_bytes:
         raise Unstorable(f"{path}: the image has {image.nbytes} bytes, its table {table.image_bytes}", now="nothing was written")
-    whole = image if isinstance(image, Gathered) else image.cast("B")[: table.image_bytes]
+    whole = image.cast("B")[: table.image_bytes] if isinstance(image, memoryview) else image
     header_bytes = len(shard_header(table))
     group = max(table.block_bytes, GROUP_BYTES // table.block_bytes * table.block_bytes)
     starts = range(0, table.image_bytes, group)
@@ -132,7 +132,7 @@ def write_shard(
 
         def part_at(start: int) -> memoryview:
             stop = min(start + group, table.image_bytes)
-            return whole.part(start, stop) if isinstance(whole, Gathered) else whole[start:stop]
+            return whole[start:stop] if isinstance(whole, memoryview) else whole.part(start, stop)
 
         def digested(start: int) -> tuple[str, ...]:
             return digest_blocks(part_at(start), table.block_bytes)
