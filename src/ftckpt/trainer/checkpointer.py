@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ftckpt")
 
+FINISH_S = (
+    60.0  # how long a start waits for what its agent still holds of the last one; a rank that was killed before it saved holds up no longer
+)
+
 
 class Checkpointer:
     """Saves, resumes and heals one rank of one replica. Make it with :meth:`open`, use it with ``with``.
@@ -377,7 +381,7 @@ class Checkpointer:
         if not (self._session.client.reattached or self._resumed):
             return
         try:
-            self._session.client.drain(self.settings.deadlines.close_s)
+            self._session.client.drain(min(FINISH_S, self.settings.deadlines.close_s))
         except DeadlineExceeded as e:
             logger.warning("resume: the agent of this rank still holds an unfinished save: %s", e.what)
 
