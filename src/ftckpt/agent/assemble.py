@@ -45,6 +45,7 @@ logger = logging.getLogger("ftckpt.agent")
 
 _SLOWEST_POLL_S = 2.0
 _LOG_POLL_S = 5.0  # another rank looks into the log itself only when rank 0's word is this late
+_NOWHERE = -1  # an index that no record has: a rank relied on one of a log that was replaced, so that this save is dropped
 _AFTER_RECEIPTS_S = 30.0  # what putting together may take besides waiting
 
 
@@ -146,7 +147,7 @@ class Assemble:
             created=time.time(),
             software={"ftckpt": version("ftckpt"), "python": platform.python_version()},
             refers=refers,
-            via=tuple(sorted({index for r in receipts for index in r.via})),
+            via=tuple(sorted({index if r.log == self._desk.log_uuid else _NOWHERE for r in receipts for index in r.via})),
         )
         data = encode(manifest)
         self._put_manifest(f"{job.directory}/{MANIFEST}", data)

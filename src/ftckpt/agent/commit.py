@@ -112,7 +112,7 @@ class Commit:
             if mine is not None:
                 return Outcome(state="committed", entry=mine)
         if manifest.via and (tail is None or tail.log != manifest.log):
-            return self._unvouched(job, "the log in which it knew them was replaced")
+            return self._unvouched(job, tail, "the log in which it knew them was replaced")
         verdict = judge(tail, manifest.trajectory)
         match verdict:
             case Append(expect_tail=expect):
@@ -120,7 +120,7 @@ class Commit:
                 try:
                     return Outcome(state="committed", entry=self._log.append(bound, expect_tail=expect, timeout=timeout))
                 except Withdrawn as e:
-                    return self._unvouched(job, e.what)
+                    return self._unvouched(job, tail, e.what)
             case Superseded(by=by):
                 return Outcome(state="dropped", reason=f"superseded by generation #{by}")
             case Strayed(reason=reason):
@@ -139,11 +139,11 @@ class Commit:
                     todo="restart this replica, it takes the newest generation",
                 )
 
-    def _unvouched(self, job: Job, why: str) -> Outcome:
+    def _unvouched(self, job: Job, tail: Entry | None, why: str) -> Outcome:
         """It refers to files that nothing keeps any more: the next save is stored without them."""
         reason = f"it refers to files of earlier generations, and {why}"
         self._desk.warn("reuse", f"save of step {job.save.trajectory.step} was dropped: {reason}; the next one is stored without them")
-        return Outcome(state="dropped", reason=reason)
+        return Outcome(state="dropped", reason=reason, entry=tail)
 
     def _log_is_down(self, job: Job, error: LogError) -> None:
         logger.warning("generation %s waits for the log: %s", job.name, error)

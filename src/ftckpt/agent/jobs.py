@@ -83,6 +83,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         state: "committed", "dropped" (superseded) or "failed".
+        entry: the record; of a save that was dropped since another rank relied on a withdrawn one: the tail.
         error: class name, what, now, todo of a failure.
     """
 

@@ -52,6 +52,10 @@ def report(desk: Desk, job: Job, outcome: Outcome) -> None:
         desk.see_tail(outcome.entry)
         desk.end(job.session, ordinal, m.Committed(ordinal=ordinal, entry=outcome.entry))
     elif outcome.state == "dropped":
+        if outcome.entry is not None:  # what this rank took for the tail is not in the log any more
+            if desk.tail is not None and desk.tail.log != outcome.entry.log:
+                desk.new_log(outcome.entry.log)
+            desk.see_tail(outcome.entry)
         desk.end(job.session, ordinal, m.Dropped(ordinal=ordinal, reason=outcome.reason))
     else:
         desk.fail(job.session, ordinal, error_from(*outcome.error))

@@ -14,6 +14,7 @@ from ftckpt.agent.jobs import Job, Written
 from ftckpt.agent.priority import Niced
 from ftckpt.agent.reuse import Reuse
 from ftckpt.agent.slots import Slots
+from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import cursor_file, shard_file
 from ftckpt.errors import FtckptError, StoreError
 from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, RECEIPTS, Intent, Receipt, Referred, ShardInfo, encode
@@ -23,7 +24,7 @@ from ftckpt.ports import BlobStore
 
 logger = logging.getLogger("ftckpt.agent")
 
-_Stored = tuple[ShardInfo, tuple[Referred, ...], tuple[int, ...]]  # a shard, what it refers to, and via which records
+_Stored = tuple[ShardInfo, tuple[Referred, ...], Entry | None]  # a shard, what it refers to, and via which record
 
 
 class Persist:
@@ -72,8 +73,10 @@ class Persist:
         self.niced.run(0 if self._queued() else config.nice, work)
         if save.cursor:
             self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", save.cursor, if_absent=True)
-        info, refers, via = found[0]
-        receipt = Receipt(rank=config.rank, shard=info, leaves=msgspec.Raw(save.leaves or b"{}"), refers=refers, via=via)
+        info, refers, base = found[0]
+        receipt = Receipt(rank=config.rank, shard=info, leaves=msgspec.Raw(save.leaves or b"{}"))
+        if base is not None:
+            receipt = msgspec.structs.replace(receipt, refers=refers, via=(base.index,), log=base.log)
         if not self._store.put(receipt_path(job, config.rank), encode(receipt), if_absent=True):
             raise StoreError(
                 f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored"
@@ -83,15 +86,15 @@ class Persist:
     def _write_all(self, job: Job, image: memoryview, found: list[_Stored]) -> None:
         path = f"{job.directory}/{shard_file(job.config.rank, job.config.group_world_size)}"
         _, info = write_shard(self._store, path, job.config.rank, job.table, image, threads=job.config.persist_threads)
-        found.append((info, (), ()))
+        found.append((info, (), None))
 
     def _write_less(self, job: Job, image: memoryview, found: list[_Stored]) -> None:
         path = f"{job.directory}/{shard_file(job.config.rank, job.config.group_world_size)}"
-        less, via = self._reuse.reduced(job, image)
+        less, base = self._reuse.reduced(job, image)
         with less.image as gathered:
             table, info = write_shard(self._store, path, job.config.rank, less.table, gathered, threads=job.config.persist_threads)
         self._reuse.wrote(job, table, info)
-        found.append((info, less.refers, via))
+        found.append((info, less.refers, base))
 
     def _claim(self, job: Job) -> bool:
         """Say whose attempt this is; an attempt's name is never used twice."""

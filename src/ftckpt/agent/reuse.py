@@ -42,8 +42,8 @@ class Reuse:
         self._lately: deque[int] = deque(maxlen=_LAGGING)
         self._checked: set[Holder] = set()
 
-    def reduced(self, job: Job, image: memoryview) -> tuple[Reduced, tuple[int, ...]]:
-        """A save's image without what is stored already, and the base's index where that is something (``via``)."""
+    def reduced(self, job: Job, image: memoryview) -> tuple[Reduced, Entry | None]:
+        """A save's image without what is stored already, and the base where that is something."""
         boxes = box_digests(job.table, image, job.config.persist_threads)
         base, known, holders = None, dict[Key, Place](), set[Holder]()
         try:
@@ -57,7 +57,7 @@ class Reuse:
             logger.warning("save of step %d is stored whole: %s", job.save.trajectory.step, e.what)
             known, holders = {}, set()
         found = reduce(job.table, image, boxes, known, holders)
-        return found, (base.index,) if base is not None and found.refers else ()
+        return found, base if found.refers else None
 
     def wrote(self, job: Job, table: TensorTable, info: ShardInfo) -> None:
         """A save of this rank is durable: its digests are known without reading it."""

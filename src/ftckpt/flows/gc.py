@@ -148,13 +148,15 @@ class _Work:
             referred = {**dict(self._at.held), **referrers([*self._log.entries(), *busy])}
         except LogError as e:
             return f"{e.what}; what is withdrawn and still there goes with the next clean-up"
-        for entry in quiet:
+        paths = [(self._path(entry), entry.index) for entry in quiet]
+        paths += [(left.path, left.index) for left in self._at.leftovers if left.shared]  # maybe nobody refers to it any more
+        for path, index in paths:
             if not self._going():
                 return _TOLD
-            if entry.location in referred:
-                self.shared[self._path(entry)] = referred[entry.location]
+            if (why := referred.get(path.rpartition("/")[2])) is not None:
+                self.shared[path] = why
             else:
-                self._remove(self._path(entry), entry.index)
+                self._remove(path, index)
         return ""
 
     def _path(self, entry: Entry) -> str:

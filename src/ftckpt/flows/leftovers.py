@@ -38,7 +38,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
         rubbish: whether it may be removed.
         why: the reason, either way.
         later: it may become rubbish, or be appended, later on.
-        shared: its record was withdrawn, and kept generations refer to its files.
+        shared: its record was withdrawn, nobody reads it, and generations refer to its files.
         index: of the record that it had; -1 where none is known.
         bytes: size of its files.
     """
@@ -156,7 +156,7 @@ class _Judge:
             index = self._record_of(name, path)
             if index >= 0:
                 rubbish, why = _withdrawn(self._log, index)
-                if str(name) in self._referred:
+                if rubbish and str(name) in self._referred:
                     rubbish, why, shared = False, f"record #{index} was withdrawn; {self._referred[str(name)]}", True
             else:
                 rubbish, why, later = self._attempt(name, path)

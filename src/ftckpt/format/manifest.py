@@ -137,7 +137,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """``receipts/r<rank>.json``: one rank's shard is durable (or its save failed, with the error); ``refers`` and ``via`` as in the manifest."""
+    """``receipts/r<rank>.json``: one rank's shard is durable (or its save failed, with the error); ``refers`` and ``via`` as in the manifest, ``via`` of ``log``."""
 
     version: int = 1
     rank: int
@@ -146,6 +146,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     refers: tuple[Referred, ...] = ()
     via: tuple[int, ...] = ()
+    log: str = ""
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):

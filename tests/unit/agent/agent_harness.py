@@ -123,8 +123,8 @@ class Trainer:
         self.at = self.at.advance([(1, nonce)])
         return self.at
 
-    def save(self, fill: int | None = None, **changes: object) -> SaveHandle:
-        """Advance a step and save a state whose bytes are all ``fill``."""
+    def save(self, fill: int | bytes | None = None, **changes: object) -> SaveHandle:
+        """Advance a step and save a state whose bytes are all ``fill``, or begin with it."""
         if self.arena is None:
             self.attach()
         if "trajectory" not in changes:
@@ -134,7 +134,10 @@ class Trainer:
         assert slot is not None
         self.saves += 1
         memory = self.arena.slot(slot)
-        memory[:] = bytes([self.saves % 256 if fill is None else fill]) * len(memory)
+        if isinstance(fill, bytes):
+            memory[: len(fill)] = fill
+        else:
+            memory[:] = bytes([self.saves % 256 if fill is None else fill]) * len(memory)
         tail = self.client.tail
         values: dict[str, object] = {
             "slot": slot,
