@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from ftckpt.agent.serve import Offer, Serve
 from ftckpt.agent.slots import Slots
 from ftckpt.agent.work import Worker
 from ftckpt.domain.ledger import Entry
-from ftckpt.errors import FtckptError
+from ftckpt.errors import FtckptError, NotFound
 from ftckpt.format.manifest import INTENT, MANIFEST, Intent, decode
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
@@ -182,10 +183,15 @@ class Pipeline:
                 logger.warning("abandoned attempt %s is left to gc: %s", item.job.name, e)
 
     def _is_rubbish(self, item: Rubbish) -> bool:
-        """Whether the directory is provably this agent's own, and can never be committed by anyone."""
+        """Whether the directory is provably this agent's own, and can never be committed by anyone.
+
+        Without its intent a clean-up removed it while this agent stood still; what is there was written since, and nobody
+        else could tell whose it is.
+        """
         path = f"{item.job.directory}/{INTENT}"
-        if decode(self._store.get(path), Intent, path) != intent_of(item.job):
-            return False
+        with contextlib.suppress(NotFound):
+            if decode(self._store.get(path), Intent, path) != intent_of(item.job):
+                return False
         return item.judged or not self._store.exists(f"{item.job.directory}/{MANIFEST}")
 
     def _serve_later(self) -> None:
