@@ -91,6 +91,9 @@ def parse() -> argparse.Namespace:
     p.add_argument("--min-replicas", type=int, default=0, help="with torchft")
     p.add_argument("--max-replicas", type=int, default=None)
     p.add_argument("--sync-quorum", action="store_true")
+    p.add_argument("--spares", action="store_true")
+    p.add_argument("--allow-split", action="store_true")
+    p.add_argument("--fsdp", action="store_true", help="FSDP2 over the ranks of the group")
     p.add_argument("--steps", type=int, default=None)
     p.add_argument("--goal", type=Path, default=None)
     p.add_argument("--every", type=int, default=5)
@@ -102,20 +105,32 @@ def parse() -> argparse.Namespace:
     return p.parse_args()
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
 def main() -> None:
     a = parse()
     replica = int(os.environ.get("REPLICA_GROUP_ID", "0"))
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.Linear(1, 1)
-    out = None if a.history is None else (a.history / f"r{replica}.jsonl").open("a", buffering=1)
+    model = sharded(nn.Linear(1, 4)) if a.fsdp else nn.Linear(1, 1)
+    rank = int(os.environ.get("RANK", "0"))
+    out = None if a.history is None or rank else (a.history / f"r{replica}.jsonl").open("a", buffering=1)
     with Checkpointer.open(job=a.job, root=a.root, replica=f"replica{replica}", policy=Every(a.every) | AtEnd()) as ckpt:
         if a.min_replicas:
             from torchft import ProcessGroupGloo
 
             ckpt.torchft_manager(
                 pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=a.min_replicas, max_replicas=a.max_replicas,
-                use_async_quorum=not a.sync_quorum,
+                use_async_quorum=not a.sync_quorum, spares=a.spares,
+                allow_split=a.allow_split,
             )  # fmt: skip
             ckpt.hook(model)
         optimizer = ckpt.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))

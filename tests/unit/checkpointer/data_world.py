@@ -28,10 +28,12 @@ class DataJob:
     Args:
         folder: everything is written here.
         min_replicas, max_replicas: of torchft.
+        ranks: of each group.
         options: of data_job.
     """
 
-    def __init__(self, folder: Path, *options: object, min_replicas: int, max_replicas: int, join_ms: int = 2000) -> None:
+    def __init__(self, folder: Path, *options: object, min_replicas: int, max_replicas: int, join_ms: int = 2000, ranks: int = 1) -> None:
+        self._ranks = ranks
         self.folder, self.root = folder, folder / "root"
         self.history, self.goal = folder / "history", folder / "goal"
         for path in (self.root, self.history):
@@ -56,7 +58,7 @@ class DataJob:
                 "REPLICA_GROUP_ID": str(replica), "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}", "OMP_NUM_THREADS": "1",
                 "PYTHONUNBUFFERED": "1", "FTCKPT_RUNTIME_DIR": str(self.folder / "run"), "FTCKPT_DEADLINES_LINGER_S": "3",
             }  # fmt: skip
-            argv = torchrun(script, job=f"data-{replica}", max_restarts=99)
+            argv = torchrun(script, job=f"data-{replica}", max_restarts=99, nproc=self._ranks)
             self.groups[replica] = Child(f"replica{replica}", argv, self.folder / "logs" / f"replica{replica}.log", env).start()
 
     def kill_worker(self, replica: int) -> None:

@@ -110,6 +110,43 @@ def test_quorum_before_the_step_and_prefetching_workers(loader: str, job: Callab
     assert all(r["epochs"][0]["over"] for r in report["reports"].values())
 
 
+@pytest.mark.covers("F49", "F58", "I12")
+def test_a_spare_draws_what_does_not_count_and_takes_its_turn_when_another_dies(job: Callable[..., DataJob]) -> None:
+    run = job(
+        "--loader", "elastic", "--samples", 800, "--batch", 4, "--slow", 0.1, "--spares", "--epochs", 2, min_replicas=2, max_replicas=3
+    )  # fmt: skip
+    run.start(0, 1, 2)
+    run.until("two of three take part", lambda: run.top >= 6 and run.taking_part() == 2 and all(run.lines(r) for r in range(3)))
+    for victim in (0, 1):
+        want = run.top + 5
+        run.kill_group(victim)
+        run.until("the spare has taken its turn", lambda: run.top >= want and run.taking_part() == 2, repair=False)  # noqa: B023
+        run.start(victim)
+        run.until("it is back", lambda: run.lines(victim)[-1]["step"] >= run.top - 4)  # noqa: B023
+    run.finish()
+    status, report = run.audit("--samples", 800)
+    (one,) = report["reports"].values()
+    assert (status, [(e["epoch"], e["missing"], e["repeated"]) for e in one["epochs"]]) == (0, [(0, [], []), (1, [], [])])
+
+
+@pytest.mark.covers("F49", "I12", "A6")
+def test_the_shared_order_is_shared_out_to_the_ranks_of_sharded_groups(job: Callable[..., DataJob]) -> None:
+    run = job(
+        "--loader", "elastic", "--samples", 320, "--batch", 3, "--fsdp", "--slow", 0.05, "--epochs", 2, min_replicas=1, max_replicas=2, ranks=2,
+    )  # fmt: skip
+    run.options += ["--allow-split"]
+    run.start(0, 1)
+    run.until("both take part", lambda: run.top >= 5 and run.taking_part() == 2)
+    run.kill_worker(0)
+    run.until("both again", lambda: run.top >= 15 and run.taking_part() == 2)
+    run.kill_all()
+    run.start(0, 1)
+    run.finish()
+    status, report = run.audit("--samples", 320)
+    (one,) = report["reports"].values()
+    assert (status, [(e["epoch"], e["missing"], e["repeated"]) for e in one["epochs"]]) == (0, [(0, [], []), (1, [], [])])
+
+
 @pytest.mark.covers("F49", "I12")
 def test_iterables_of_unknown_length_under_kills(job: Callable[..., DataJob]) -> None:
     run = job("--loader", "stream", "--samples", 150, "--shares", 3, "--slow", 0.05, min_replicas=2, max_replicas=3)
