@@ -218,7 +218,10 @@ def _withdrawn(log: CommitLog, index: int) -> tuple[bool, str]:
 
 
 def _owner(store: BlobStore, path: str, job: str, name: GenerationName) -> Intent | None:
-    """Whose attempt it is: ``attempt.json``, or where rank 0 died before it any other rank's claim, if it is of this very directory."""
+    """Whose attempt it is: ``attempt.json``, or where rank 0 died before it any other rank's claim, if it is of this very directory.
+
+    Where a clean-up took both away while their writers stood still, these have gone on, and their manifest says it.
+    """
     for file in (INTENT, *(f"{CLAIMS}/{claim}" for claim in store.listdir(f"{path}/{CLAIMS}"))):
         try:
             intent = decode(store.get(f"{path}/{file}"), Intent, f"{path}/{file}")
@@ -226,7 +229,27 @@ def _owner(store: BlobStore, path: str, job: str, name: GenerationName) -> Inten
             continue
         if intent.job == job and GenerationName(intent.step, intent.trajectory[:8], intent.attempt) == name:
             return intent
-    return None
+    return _signed(store, path, job, name)
+
+
+def _signed(store: BlobStore, path: str, job: str, name: GenerationName) -> Intent | None:
+    """What a manifest of this very directory says of its writer."""
+    try:
+        manifest = decode(store.get(f"{path}/{MANIFEST}"), Manifest, f"{path}/{MANIFEST}")
+    except NotFound:
+        return None
+    if manifest.job != job or GenerationName(manifest.step, manifest.trajectory.h[:8], manifest.attempt) != name:
+        return None
+    return Intent(
+        job=job,
+        step=manifest.step,
+        trajectory=manifest.trajectory.h,
+        attempt=manifest.attempt,
+        writer=manifest.writer,
+        incarnation="",
+        group_world_size=manifest.group_world_size,
+        created=manifest.created,
+    )
 
 
 def _incomplete(name: GenerationName, here: Found, seen: LogView) -> tuple[bool, str]:
