@@ -1,6 +1,8 @@
 """Verified reading of an image: no byte is handed out before its block matched its digest (I9).
 
-It knows blocks and ranges; what the bytes mean, and which other source to try, is for its callers.
+Files are read into memory of this process and checked there, never mapped: what was checked cannot change any more, and a
+file that shrinks is an error instead of a SIGBUS. It knows blocks and ranges; what the bytes mean, and which other source to
+try, is for its callers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from ftckpt.format.digest import digest
 from ftckpt.format.table import TensorTable
 from ftckpt.ports import BlobReader
 
-WINDOW_BYTES = 8 << 20  # read at a time from a store that cannot map
 _PATIENCE_S = 30.0  # then a block that another thread is checking is checked here too
 
 _UNSEEN, _CHECKING, _GOOD = 0, 1, 2
@@ -24,8 +25,8 @@ _UNSEEN, _CHECKING, _GOOD = 0, 1, 2
 class Image:
     """The tensors' bytes of one shard, snapshot or arena slot, checked block by block as they are used.
 
-    Thread-safe. In mapped or plain memory each block is hashed once per Image; from a store without ``view`` each block
-    that was read is hashed, and a few of them are kept for neighbouring ranges.
+    Thread-safe. In memory each block is hashed once per Image; from a store each block that is read is hashed, and for ``range``
+    and ``pieces`` a few of them are kept for neighbours.
 
     Args:
         source: an open reader, or memory that holds the image.
@@ -33,6 +34,9 @@ class Image:
         offset: byte offset of the image in the source (a shard's header size; 0 for an arena slot).
         where: file or peer, for messages.
         verified: every block of this memory was checked against the table already (on arrival from a peer).
+
+    Attributes:
+        window: how many consecutive blocks are best asked for at a time (more than one where each request is a round trip).
 
     Raises:
         Damaged: the table has no digests, or the source is too short.
@@ -45,7 +49,7 @@ class Image:
         self.where = where
         self._offset = offset
         self._reader = None if isinstance(source, memoryview) else source
-        memory = source if isinstance(source, memoryview) else source.view()
+        memory = source if isinstance(source, memoryview) else None
         size = source.nbytes if isinstance(source, memoryview) else source.size
         if size < offset + table.image_bytes:
             raise Damaged(f"{where} has {size} bytes; expected {offset + table.image_bytes}, found {size}")
@@ -55,10 +59,35 @@ class Image:
         self._marks = bytearray([_GOOD if verified and self._memory is not None else _UNSEEN]) * table.blocks
         self._changed = threading.Condition()
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
+        self.window = 1 if self._reader is None else max(1, self._reader.request_bytes // table.block_bytes)
 
     def names(self) -> tuple[str, ...]:
         """Stored names in image order, then aliases."""
         return (*(entry.name for entry in self.table.tensors), *self.table.aliases)
+
+    @property
+    def room_bytes(self) -> int:
+        """Memory that ``checked`` needs to read a window into; none where the source is memory itself."""
+        return 0 if self._memory is not None else self.window * self.table.block_bytes
+
+    def checked(self, first: int, stop: int, room: memoryview) -> memoryview:
+        """Blocks [first, stop), at most ``window`` of them, each checked just now or before; the last may be short.
+
+        Args:
+            room: memory of at least ``room_bytes`` that the caller uses again and again: it stays in cache, and what is
+                returned is good until the next call with it.
+
+        Raises:
+            Damaged: a block does not match, naming file, block, expected and found digest.
+        """
+        size = self.table.block_bytes
+        if self._memory is not None:
+            for block in range(first, stop):
+                self._ensure(block)
+            return self._memory[first * size : stop * size]
+        target = room[: min(stop * size, self.table.image_bytes) - first * size]
+        self._read(first, target)
+        return target.toreadonly()
 
     def pieces(self, begin: int, end: int) -> Iterator[memoryview]:
         """A byte range in pieces of at most one block, each checked just before it is handed out (and so still in cache).
@@ -108,18 +137,16 @@ class Image:
             Damaged: a block does not match.
         """
 
-        some = 1 if self._memory is not None else max(1, WINDOW_BYTES // self.table.block_bytes)
+        own = threading.local()
 
         def one(first: int) -> None:
-            stop = min(first + some, self.table.blocks)
-            if self._memory is not None:
-                self._ensure(first)
-            else:
-                self._load(first, stop)
+            if not hasattr(own, "room"):
+                own.room = memoryview(bytearray(self.room_bytes))
+            found = self.checked(first, min(first + self.window, self.table.blocks), own.room)
             if progress is not None:
-                progress(sum(self._length(block) for block in range(first, stop)))
+                progress(len(found))
 
-        starts = range(0, self.table.blocks, some)
+        starts = range(0, self.table.blocks, self.window)
         if threads <= 1:
             for first in starts:
                 one(first)
@@ -165,29 +192,27 @@ class Image:
             )
 
     def _fetch(self, block: int, last: int) -> memoryview:
-        """One block from a store that cannot map; reads ahead up to a window, at most to block ``last``."""
+        """One block of a file, from those kept or with what follows it up to a window, at most to block ``last``."""
         with self._changed:
             if block in self._kept:
                 self._kept.move_to_end(block)
                 return self._kept[block]
         size = self.table.block_bytes
-        found = self._load(block, min(last + 1, block + max(1, WINDOW_BYTES // size)))
+        stop = min(last + 1, block + self.window)
+        data = memoryview(bytearray(min(stop * size, self.table.image_bytes) - block * size))
+        self._read(block, data)
+        data = data.toreadonly()
         with self._changed:
-            self._kept.update(found)
-            while len(self._kept) > max(2, 2 * WINDOW_BYTES // size):
+            self._kept.update({index: data[(index - block) * size : (index - block + 1) * size] for index in range(block, stop)})
+            while len(self._kept) > max(2, 2 * self.window):
                 self._kept.popitem(last=False)
-        return found[block]
+        return data[:size]
 
-    def _load(self, block: int, stop: int) -> dict[int, memoryview]:
-        """Read blocks [block, stop) at once, and check them."""
+    def _read(self, first: int, target: memoryview) -> None:
+        """Fill ``target`` with consecutive blocks of the file, and check each."""
         if self._reader is None:
             raise Damaged(f"{self.where} has neither memory nor a reader")
         size = self.table.block_bytes
-        buffer = memoryview(bytearray(min(stop * size, self.table.image_bytes) - block * size))
-        self._reader.read_into(self._offset + block * size, buffer)
-        found: dict[int, memoryview] = {}
-        for index in range(block, stop):
-            data = buffer[(index - block) * size : (index - block) * size + self._length(index)].toreadonly()
-            self._compare(index, data)
-            found[index] = data
-        return found
+        self._reader.read_into(self._offset + first * size, target)
+        for at in range(0, len(target), size):
+            self._compare(first + at // size, target[at : at + size])

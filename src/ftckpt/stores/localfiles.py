@@ -261,6 +261,8 @@ class LocalReader:
         size: bytes.
     """
 
+    request_bytes = 1  # whatever is asked for: calls are cheap
+
     def __init__(self, ops: PosixOps, path: str, fd: int, size: int) -> None:
         self.size = size
         self._ops, self._path, self._fd = ops, path, fd

@@ -150,6 +150,7 @@ class MemoryReader:
 
     def __init__(self, path: str, data: bytes, mappable: bool) -> None:
         self.size = len(data)
+        self.request_bytes = 1 if mappable else 8 << 20  # as an object store
         self._path, self._data, self._mappable = path, data, mappable
 
     def __enter__(self) -> Self:

@@ -166,6 +166,8 @@ class ObjectStore:
 class ObjectReader:
     """An open object: what is read is the version that was there when it was opened, or an error; see ``BlobReader``."""
 
+    request_bytes = 8 << 20
+
     def __init__(self, bucket: Bucket, path: str, where: str, size: int, tag: str | None) -> None:
         self.size = size
         self._bucket, self._path, self._where, self._tag = bucket, path, where, tag

@@ -244,7 +244,7 @@ class FaultyReader:
     """A reader of a FaultyStore."""
 
     def __init__(self, store: FaultyStore, path: str, inner: BlobReader) -> None:
-        self.size = inner.size
+        self.size, self.request_bytes = inner.size, inner.request_bytes
         self._store, self._path, self._inner = store, path, inner
 
     def __enter__(self) -> Self:

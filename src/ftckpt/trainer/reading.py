@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from ftckpt.trainer.layout import as_integers, box_view, held, integers_for
 from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.stored import Index, Stored
 
-_SMALL = 32 << 10  # boxes up to this many bytes are copied in runs
-_RUN = 1 << 20  # bytes of a run, and of rows taken together when only a part of each is needed
+_SMALL = 32 << 10  # boxes up to this many bytes are copied together
 
 
 class Sink(NamedTuple):
@@ -31,7 +30,12 @@ class Sink(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """One stored box, of which the elements [low, high), looked at as ``view``, go into ``target``."""
+    """One stored box, of which the elements [low, high), looked at as ``view``, go into ``target``.
+
+    ``flat``: the target as one array, if it is one run of elements here and in the box, which NumPy copies with the least work per
+    block; else None. ``shift``: the element of the box at which it begins. ``together``: a small box that is needed whole, which is
+    copied with others of its block.
+    """
 
     image: int
     chunk: Chunk
@@ -39,10 +43,18 @@ class _Task(NamedTuple):
     low: tuple[int, ...]
     high: tuple[int, ...]
     target: torch.Tensor
+    flat: Any
+    shift: int
+    together: bool
 
-    @property
-    def whole(self) -> bool:
-        return self.high == self.chunk.sizes and not any(self.low)
+
+class _Job(NamedTuple):
+    """Consecutive blocks of one image, and all that goes somewhere from them."""
+
+    image: Image
+    first: int
+    stop: int
+    tasks: list[_Task]
 
 
 def lacking(sink: Sink) -> int:
@@ -58,42 +70,46 @@ def lacking(sink: Sink) -> int:
 
 
 def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
-    """Fill the sinks.
+    """Fill the sinks. Each block is read once, into memory of the thread that checks it and copies from it while it is in cache.
 
     Args:
-        threads: how many threads read, check and copy.
+        threads: how many threads read, check and copy; each needs memory for one block (for a few, from an object store).
 
     Returns:
         Bytes that were asked of the images.
 
     Raises:
-        Damaged: a block does not match its digest; some tensors were overwritten.
+        Damaged: a block does not match its digest. No byte of that block is in a live tensor, but others may have been filled.
     """
-    jobs = _jobs(sorted((t for sink in sinks for t in _tasks(sink)), key=lambda t: (t.image, t.chunk.begin)))
-    with torch.no_grad():
-        if threads <= 1 or len(jobs) < 2:
-            return sum(_run(index.images, job) for job in jobs)
-        queue = iter(jobs)
-        lock = threading.Lock()
-        stop = threading.Event()
+    jobs, odd, size = _jobs(index.images, [task for sink in sinks for task in _tasks(sink)])
+    for task in odd:
+        _run_odd(index.images[task.image], task)
+    queue, lock, stop = iter(jobs), threading.Lock(), threading.Event()
 
-        def work() -> int:
-            done = 0
-            try:
-                with torch.no_grad():
-                    while not stop.is_set():
-                        with lock:
-                            job = next(queue, None)
-                        if job is None:
-                            return done
-                        done += _run(index.images, job)
-            except BaseException:
-                stop.set()
-                raise
-            return done
+    def work() -> None:
+        room = memoryview(bytearray(max((image.room_bytes for image in index.images), default=0)))
+        try:
+            with torch.no_grad():
+                while not stop.is_set():
+                    with lock:
+                        job = next(queue, None)
+                    if job is None:
+                        return
+                    _run(job, room)
+        except BaseException:
+            stop.set()
+            raise
 
-        with ThreadPoolExecutor(threads, "ftckpt-read") as pool:
-            return sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
+    others = min(threads, len(jobs)) - 1
+    if others < 1:
+        work()
+        return size
+    with ThreadPoolExecutor(others, "ftckpt-read") as pool:
+        running = [pool.submit(work) for _ in range(others)]
+        work()
+        for future in running:
+            future.result()
+    return size
 
 
 def _tasks(sink: Sink) -> Iterator[_Task]:
@@ -113,98 +129,122 @@ def _tasks(sink: Sink) -> Iterator[_Task]:
                 start = chunk.offsets[dim] + lo - box.offsets[dim]
                 if h - lo != target.shape[dim]:
                     target = target.narrow(dim, start, h - lo)
-            plain = integers_for(target)
-            view, target = (stored.dtype, target) if sink.typed else (plain, target.view(plain))
-            yield _Task(image, chunk, view, low, high, target)
+            integers = integers_for(target)
+            view, target = (stored.dtype, target) if sink.typed else (integers, target.view(integers))
+            small = chunk.end - chunk.begin <= _SMALL
+            together = small and high == chunk.sizes and not any(low) and not (target.is_conj() or target.is_neg())
+            run = (
+                not small and _one_run(chunk.sizes, low, high) and target.is_contiguous() and target.dtype == view and plain(target, target)
+            )
+            shift = low[0] * math.prod(chunk.sizes[1:]) if low else 0
+            yield _Task(image, chunk, view, low, high, target, target.view(-1).numpy() if run else None, shift, together)
 
 
-def _jobs(tasks: Sequence[_Task]) -> list[list[_Task]]:
-    """Small boxes that lie one after another together, larger ones alone."""
-    jobs: list[list[_Task]] = []
-    for task in tasks:
-        last = jobs[-1] if jobs else None
-        small = task.whole and task.chunk.end - task.chunk.begin <= _SMALL
-        if (
-            small
-            and last is not None
-            and last[-1].whole
-            and last[-1].chunk.end - last[-1].chunk.begin <= _SMALL
-            and (last[0].image, last[-1].chunk.end) == (task.image, task.chunk.begin)
-            and task.chunk.end - last[0].chunk.begin <= _RUN
-        ):
-            last.append(task)
+def _one_run(sizes: tuple[int, ...], low: tuple[int, ...], high: tuple[int, ...]) -> bool:
+    """Whether the elements [low, high) of a box lie one after another."""
+    return high[1:] == sizes[1:] and not any(low[1:])
+
+
+def _jobs(images: Sequence[Image], tasks: Sequence[_Task]) -> tuple[list[_Job], list[_Task], int]:
+    """What is taken from which blocks, in the images' order; boxes whose elements lie across blocks; bytes of all."""
+    blocks: dict[tuple[int, int], list[_Task]] = {}
+    odd, total = [], 0
+    for task in sorted(tasks, key=lambda t: (t.image, t.chunk.begin)):
+        block_bytes, item = images[task.image].table.block_bytes, task.view.itemsize
+        straddles = block_bytes % item or task.chunk.begin % item
+        if straddles:
+            odd.append(task)
+        for begin, end in _spans(task.chunk.begin, task.chunk.sizes, task.low, task.high, item, block_bytes):
+            total += end - begin
+            for block in range(begin // block_bytes, 0 if straddles else -(-end // block_bytes)):
+                there = blocks.setdefault((task.image, block), [])
+                if not there or there[-1] is not task:
+                    there.append(task)
+    jobs: list[_Job] = []
+    for (number, block), there in sorted(blocks.items(), key=lambda item: item[0]):
+        image, last = images[number], jobs[-1] if jobs else None
+        if last is not None and last.image is image and last.stop == block < last.first + image.window:
+            new = [task for task in there if task is not last.tasks[-1]]
+            jobs[-1] = _Job(image, last.first, block + 1, last.tasks + new)
         else:
-            jobs.append([task])
-    return jobs
+            jobs.append(_Job(image, block, block + 1, there))
+    return jobs, odd, total
 
 
-def _run(images: Sequence[Image], job: Sequence[_Task]) -> int:
-    image = images[job[0].image]
-    if len(job) > 1:
-        return _run_together(image, job)
-    task = job[0]
-    return _feed(image, task.chunk.begin, task.chunk.sizes, task.low, task.high, task.target, task.view)
+def _spans(
+    begin: int, sizes: tuple[int, ...], low: tuple[int, ...], high: tuple[int, ...], item: int, block: int
+) -> Iterator[tuple[int, int]]:
+    """Ranges of an image's bytes in which the elements [low, high) of a row-major box lie; what lies between rows shorter than a block counts."""
+    row = math.prod(sizes[1:]) * item
+    if not sizes:
+        yield begin, begin + item
+    elif row <= block or _one_run(sizes, low, high):
+        yield begin + low[0] * row, begin + high[0] * row
+    else:
+        for i in range(low[0], high[0]):
+            yield from _spans(begin + i * row, sizes[1:], low[1:], high[1:], item, block)
 
 
-def _run_together(image: Image, job: Sequence[_Task]) -> int:
-    begin, end = job[0].chunk.begin, job[-1].chunk.end
-    data = image.range(begin, end)
-    memory = borrow(data)
+def _run(job: _Job, room: memoryview) -> None:
+    data = job.image.checked(job.first, job.stop, room)
+    base = job.first * job.image.table.block_bytes
+    memory = None
     targets, sources = [], []
-    for task in job:
-        part = memory[task.chunk.begin - begin : task.chunk.end - begin]
-        targets.append(task.target)
-        sources.append(_typed(part, task.view).view(task.chunk.sizes))
-    torch._foreach_copy_(targets, sources)
-    return end - begin
-
-
-def _feed(
-    image: Image,
-    begin: int,
-    sizes: tuple[int, ...],
-    low: tuple[int, ...],
-    high: tuple[int, ...],
-    target: torch.Tensor,
-    dtype: torch.dtype,
-) -> int:
-    """Copy elements [low, high) of a row-major box that begins at byte ``begin`` into ``target`` of that shape."""
-    row = math.prod(sizes[1:]) * dtype.itemsize
-    if all(lo == 0 for lo in low[1:]) and high[1:] == sizes[1:]:
-        start = begin + (low[0] * row if sizes else 0)
-        return _stream(image, start, target, dtype)
-    if row > _RUN:
-        return sum(_feed(image, begin + i * row, sizes[1:], low[1:], high[1:], target[i - low[0]], dtype) for i in range(low[0], high[0]))
-    rows = max(1, _RUN // row)
-    for first in range(low[0], high[0], rows):
-        last = min(high[0], first + rows)
-        data = image.range(begin + first * row, begin + last * row)
-        source = _typed(borrow(data), dtype).view(last - first, *sizes[1:])
-        for dim, (lo, h) in enumerate(zip(low[1:], high[1:], strict=True), start=1):
-            source = source.narrow(dim, lo, h - lo)
-        copy_one(target[first - low[0] : last - low[0]], source)
-    return (high[0] - low[0]) * row
-
-
-def _stream(image: Image, begin: int, target: torch.Tensor, dtype: torch.dtype) -> int:
-    """Copy consecutive elements from byte ``begin`` on into all of ``target``."""
-    item = dtype.itemsize
-    size = target.numel() * item
-    at = 0
-    pieces = (
-        image.pieces(begin, begin + size)
-        if begin % item == 0 and image.table.block_bytes % item == 0
-        else [image.range(begin, begin + size)]
-    )
-    flat = target.view(-1).numpy() if target.is_contiguous() and plain(target, target) and target.dtype == dtype else None
-    for data in pieces:
-        count = len(data) // item
-        if flat is not None:  # the common case, with the least work per piece
-            np.copyto(flat[at : at + count], np.frombuffer(data, flat.dtype))
+    for task in job.tasks:
+        chunk, item = task.chunk, task.view.itemsize
+        begin, end = max(chunk.begin, base), min(chunk.end, base + len(data))
+        start = (begin - chunk.begin) // item
+        if task.flat is not None:
+            at = start - task.shift
+            first, last = max(at, 0), min(at + (end - begin) // item, len(task.flat))
+            if first < last:
+                np.copyto(task.flat[first:last], np.frombuffer(data, task.flat.dtype, last - first, begin - base + (first - at) * item))
+            continue
+        memory = borrow(data) if memory is None else memory
+        part = memory[begin - base : end - base].view(task.view)
+        if task.together and end - begin == chunk.end - chunk.begin:
+            targets.append(task.target)
+            sources.append(part.view(chunk.sizes))
         else:
-            _scatter(target, at, _typed(borrow(data), dtype))
-        at += count
-    return size
+            _fill(task.target, task.low, task.high, chunk.sizes, start, part)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _run_odd(image: Image, task: _Task) -> None:
+    """A box whose elements do not keep to blocks, whole (only other writers lay out images like that)."""
+    with torch.no_grad():
+        source = borrow(image.range(task.chunk.begin, task.chunk.end)).clone().view(task.view)
+        _fill(task.target, task.low, task.high, task.chunk.sizes, 0, source)
+
+
+def _fill(
+    target: torch.Tensor, low: tuple[int, ...], high: tuple[int, ...], sizes: tuple[int, ...], start: int, source: torch.Tensor
+) -> None:
+    """Elements ``start`` and following of a box, counted row-major, into ``target`` as far as they are among [low, high), which it is for."""
+    row = math.prod(sizes[1:])
+    if _one_run(sizes, low, high):
+        shift = low[0] * row if sizes else 0
+        first, last = max(start, shift), min(start + source.numel(), shift + target.numel())
+        if first < last:
+            _scatter(target, first - shift, source[first - start : last - start])
+        return
+    index, offset = divmod(start, row)
+    if offset:
+        head = min(row - offset, source.numel())
+        if low[0] <= index < high[0]:
+            _fill(target[index - low[0]], low[1:], high[1:], sizes[1:], offset, source[:head])
+        source, index = source[head:], index + 1
+    full = source.numel() // row
+    first, last = max(index, low[0]), min(index + full, high[0])
+    if first < last:
+        rows = source[(first - index) * row : (last - index) * row].view(last - first, *sizes[1:])
+        for dim, (lo, h) in enumerate(zip(low[1:], high[1:], strict=True), start=1):
+            rows = rows.narrow(dim, lo, h - lo)
+        copy_one(target[first - low[0] : last - low[0]], rows)
+    rest = source[full * row :]
+    if rest.numel() and low[0] <= index + full < high[0]:
+        _fill(target[index + full - low[0]], low[1:], high[1:], sizes[1:], 0, rest)
 
 
 def _scatter(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
@@ -237,10 +277,6 @@ class _Memory:
 def borrow(data: memoryview) -> torch.Tensor:
     """Bytes as a tensor, without a copy; read-only by agreement."""
     return torch.from_numpy(np.asarray(_Memory(data))) if len(data) else torch.empty(0, dtype=torch.uint8)
-
-
-def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
 def read_whole(index: Index, stored: Stored) -> torch.Tensor:
