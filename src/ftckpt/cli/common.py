@@ -51,7 +51,7 @@ def settings(
     need: tuple[str, ...] = ("job", "root"),
 ) -> Settings:
     """Settings of this call, checked."""
-    return config.load({"job": job, "root": root, "log": log, "deadlines.log_s": timeout}, file=file).validate(need)
+    return config.reading(job, root, log, file=file, **{"deadlines.log_s": timeout}).validate(need)
 
 
 @contextmanager
@@ -67,13 +67,14 @@ def opened(
         ConfigError: settings, or the root is another job's. NotFound: no such root or job. StoreError: it cannot be read.
     """
     given = settings(job, root, log, file, timeout)
-    store = wiring.open_store(given.root)
-    url = wiring.log_url(given.log, job=given.job, root_url=given.root)
+    durable = wiring.durable_tier(given)
+    store = wiring.open_root(given.root, durable, acknowledge=given.acknowledge)
+    url = wiring.log_url(given.log, job=given.job, root_url=wiring.home(given.root, durable))
     if must_exist and not given.log:
         require_job(store, given.job)
-    found = wiring.open_log(url, job=given.job, root_url=given.root, timeout=given.deadlines.log_s)
+    found = wiring.open_log(url, job=given.job, root_url=wiring.home(given.root, durable), timeout=given.deadlines.log_s)
     try:
-        yield Parts(given, store, found, url)
+        yield Parts(msgspec.structs.replace(given, durable=durable), store, found, url)
     finally:
         found.close()
         store.close()

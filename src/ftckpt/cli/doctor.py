@@ -25,10 +25,10 @@ def doctor(
     json: common.Json = False,
 ) -> None:
     """Check settings, root, commit log, memory, network and versions; exit status 1 if anything is wrong."""
-    from ftckpt.config import launch, load
+    from ftckpt.config import launch, reading
     from ftckpt.flows.doctor import examine
 
-    given = load({"job": job, "root": root, "log": log, "deadlines.log_s": timeout}, file=config)
+    given = reading(job, root, log, file=config, **{"deadlines.log_s": timeout})
     checks = examine(given, launch())
     if json:
         common.print_json({"sound": all(c.grade != "wrong" for c in checks), "checks": checks})

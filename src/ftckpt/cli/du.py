@@ -23,10 +23,12 @@ def du(
         common.print_json(found)
         return
     table = common.table("bytes", "files", "#", "step", "what", "path", right=("bytes", "files", "#", "step"))
+    what = {r.path: f"{r.kind}, and {common.size(r.refers)} in files of others" if r.refers else r.kind for r in found.rooms}
     for r in found.rooms:
         table.add_row(
-            common.size(r.bytes), str(r.files), str(r.index) if r.index >= 0 else "", str(r.step) if r.step >= 0 else "", r.kind, r.path
-        )
+            common.size(r.bytes), str(r.files), str(r.index) if r.index >= 0 else "", str(r.step) if r.step >= 0 else "", what[r.path],
+            f"{r.tier}: {r.path}" if r.tier else r.path,
+        )  # fmt: skip
     out = common.console()
     out.print(table, markup=False)
     out.print(f"{common.size(found.bytes)} in all", markup=False)

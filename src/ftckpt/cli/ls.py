@@ -55,7 +55,8 @@ def ls(
     for line in lines:
         e = line.entry
         standing = line.standing + (f", pinned: {line.pin}" if line.pin is not None else "")
-        payload = line.payload if e.kind == "generation" else "start from zero" if e.from_zero else f"start from #{e.base}"
+        tiers = "" if not line.tiers else f" ({', '.join(f'{tier}: {text}' for tier, text in line.tiers.items())})"
+        payload = line.payload + tiers if e.kind == "generation" else "start from zero" if e.from_zero else f"start from #{e.base}"
         table.add_row(
             str(e.index), str(e.step), e.trajectory[:8], common.size(e.bytes), common.when(e.time), e.writer, standing, payload, e.location
         )

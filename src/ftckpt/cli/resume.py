@@ -55,6 +55,8 @@ def resume(
             choice = choose(parts.log, parts.store, job, request, verify_level=level, adopt=not dry_run, progress=progress)  # type: ignore[arg-type]
         token = resume_token.make(choice, job)
         env = {"FTCKPT_JOB": job, "FTCKPT_ROOT": _root(parts), "FTCKPT_LOG": parts.log_url, "FTCKPT_RESUME": token.encode()}
+        if parts.settings.durable:
+            env["FTCKPT_DURABLE"] = parts.settings.durable
     _say(choice, token, json, to_stderr=bool(command) and not json)
     if command:
         _execute(command, env)

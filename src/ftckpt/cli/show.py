@@ -35,7 +35,7 @@ def show(
     common.one_of(generation=generation, step=step)
     with common.opened(job, root, log, config, timeout) as parts:
         entry = find(parts.log, job, generation, step=step)
-        found = detail(parts.store, job, entry.location, entry)
+        found = detail(parts.store, job, entry.location, entry, parts.log.placements(entry.index))
     if json:
         common.print_json(found)
         return
@@ -52,6 +52,8 @@ def _print(found: Detail) -> None:
         markup=False,
     )
     out.print(f"trajectory {m.trajectory.h}", markup=False)
+    for tier, url in found.placements.items():
+        out.print(f"in tier {tier}: {url}", markup=False)
     for name, value in sorted(m.metrics.items()):
         out.print(f"metric {name} = {value:g}", markup=False)
     states = common.table("state", "kind", "remarks")
@@ -62,6 +64,8 @@ def _print(found: Detail) -> None:
     files = common.table("file", "bytes", "rank", right=("bytes", "rank"))
     for shard in m.shards:
         files.add_row(shard.file, common.size(shard.bytes), str(shard.rank))
+    for other in m.refers:
+        files.add_row(f"../{other.location}/{other.file}", f"{common.size(other.used)} of it", "")
     for cursor in m.cursors:
         files.add_row(cursor.file.file, common.size(cursor.file.bytes), str(cursor.rank))
     people = common.table("replica", "draws included", "cursor at", right=("draws included", "cursor at"))

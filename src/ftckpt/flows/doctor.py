@@ -13,6 +13,7 @@ import ssl
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -50,6 +51,10 @@ def examine(settings: Settings, launch: Launch) -> list[Check]:
     size = 0
     if settings.root:
         checks += _guarded("root", lambda: _root(settings))
+        with suppress(FtckptError):
+            settings = msgspec.structs.replace(settings, durable=wiring.durable_tier(settings))
+    if settings.durable:
+        checks += _guarded("durable tier", lambda: _durable(settings))
     if settings.job and settings.root:
         found, size = _log(settings)
         checks += found
@@ -118,6 +123,19 @@ def _root(settings: Settings) -> Iterator[Check]:
         )
 
 
+def _durable(settings: Settings) -> Iterator[Check]:
+    """The durable tier behind the root: whether it answers, can be written, and is this job's."""
+    store = wiring.open_store(settings.durable, write=True)
+    try:
+        marker = wiring.read_marker(store, settings.job) if settings.job else None
+        bound = f"; it has job {settings.job!r}" if marker is not None else ""
+        yield Check(
+            name="durable tier", grade="ok", text=f"{store.url} answers{bound}; a save is acknowledged by the {settings.acknowledge} tier"
+        )
+    finally:
+        store.close()
+
+
 def _filesystem(path: Path) -> tuple[str, str]:
     """Type and device of the mount that a path is on."""
     best, found = "", ("unknown", "unknown")
@@ -148,7 +166,8 @@ def _space(settings: Settings, size: int) -> Iterator[Check]:
 def _log(settings: Settings) -> tuple[list[Check], int]:
     """The commit log, and the size of the newest generation in it."""
     try:
-        log = wiring.open_log(settings.log, job=settings.job, root_url=settings.root, timeout=settings.deadlines.log_s)
+        home = wiring.home(settings.root, settings.durable)
+        log = wiring.open_log(settings.log, job=settings.job, root_url=home, timeout=settings.deadlines.log_s)
         try:
             tail, entries = log.tail(), all_entries(log)
             text = f"{log.url} answers; " + (f"{len(entries)} entries, tail #{tail.index}" if tail is not None else "empty")
@@ -162,11 +181,12 @@ def _log(settings: Settings) -> tuple[list[Check], int]:
 
 def _resume(settings: Settings, log: CommitLog) -> Iterator[Check]:
     """What a start would take now; the log may answer and yet not be the one that goes with this root."""
-    store = wiring.open_store(settings.root)
+    store = wiring.open_root(settings.root, settings.durable, acknowledge=settings.acknowledge)
     try:
         marker = wiring.read_marker(store, settings.job)
         if marker is not None:
-            kind = wiring.log_url(settings.log, job=settings.job, root_url=settings.root).partition(":")[0]
+            home = wiring.home(settings.root, settings.durable)
+            kind = wiring.log_url(settings.log, job=settings.job, root_url=home).partition(":")[0]
             wiring.check_marker(marker, wiring.Marker(job=settings.job, log_kind=kind, log=wiring.vouching(log)), store.url)
         yield Check(name="resume", grade="ok", text=choose(log, store, settings.job).reasons[0])
     except NothingLoadable as e:

@@ -21,6 +21,7 @@ from ftckpt.flows.select import view
 from ftckpt.flows.verify import verify
 from ftckpt.format.manifest import MANIFEST, Manifest, decode
 from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.stores.tiered import DURABLE, TieredStore, durable_of
 from ftckpt.wiring import read_marker
 
 Sound = set[str]  # locations that verified; kept between clean-ups of one process
@@ -177,13 +178,24 @@ def _check_mark(store: BlobStore, job: str, name: str, uuid: str, last: int) -> 
         )
 
 
+def _waiting(log: CommitLog, store: BlobStore, seen: LogView) -> dict[int, str]:
+    """With tiers: generations that are not noted as being in the durable one; what else there is must not go for their sake."""
+    if not isinstance(store, TieredStore):
+        return {}
+    placed = log.placed()
+    return {
+        e.index: "not in the durable tier yet" for e in seen.entries if e.kind == "generation" and DURABLE not in placed.get(e.index, {})
+    }
+
+
 def _verified(
     log: CommitLog, store: BlobStore, job: str, policy: Keep, seen: LogView, full: bool, sound: Sound, readers: set[int], now: float
 ) -> tuple[RetentionPlan, dict[int, str]]:
     """The plan after everything that it relies on has been verified, and what did not verify."""
     pins = set(log.pins())
     entries = {e.index: e for e in seen.entries}
-    unsound: dict[int, str] = {}
+    waiting = _waiting(log, store, seen)
+    unsound: dict[int, str] = dict(waiting)
     looked: set[int] = set()
     while True:
         made = plan(policy, seen.entries, pins=pins, readers=readers, unsound=unsound, now=now)
@@ -191,10 +203,10 @@ def _verified(
         looked.update(fresh)
         read = {i for i in fresh if log.readers(i)}
         unknown = [entries[i] for i in made.relied if entries[i].location not in sound] if made.doomed else []
-        bad = {e.index: fault for e in unknown if (fault := _fault(store, job, e, full))}
+        bad = {e.index: fault for e in unknown if (fault := _fault(durable_of(store), job, e, full))}
         if not read and not bad:
             sound.update(entries[i].location for i in made.relied if made.doomed)
-            return made, unsound
+            return made, {index: why for index, why in unsound.items() if index not in waiting}
         readers |= read
         unsound |= bad
 

@@ -15,8 +15,10 @@ from ftckpt.flows.read import open_generation, read_manifest
 from ftckpt.flows.rivals import STANDING, TAIL
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
+from ftckpt.flows.whereabouts import by_tier, seen_in, stands, union
 from ftckpt.format.manifest import INTENT, Intent, Manifest, StateInfo, decode
 from ftckpt.ports import BlobStore, CommitLog, Event, ReplicaInfo
+from ftckpt.stores.tiered import DURABLE, TieredStore
 from ftckpt.wiring import read_marker
 
 PAGE_ENTRIES = 1000
@@ -29,12 +31,16 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         standing: "tail", "on the trajectory" or "abandoned branch".
         pin: the note of its pin; None without one.
         payload: "complete", or what is wrong with it in the root.
+        tiers: the same in each tier of the root, by tier; empty where there is one only.
+        placements: where the log notes that it is: URL by tier.
     """
 
     entry: Entry
     standing: str
     pin: str | None
     payload: str
+    tiers: dict[str, str] = {}
+    placements: dict[str, str] = {}
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +68,7 @@ class TensorLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Detail(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about one generation but its bytes."""
+    """Everything about one generation but its bytes; ``placements``: where the log notes that it is, URL by tier."""
 
     entry: Entry | None
     location: str
@@ -71,6 +77,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     participants: tuple[Participant, ...]
     tensors: tuple[TensorLine, ...]
     aliases: dict[str, str]
+    placements: dict[str, str] = {}
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +120,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         trajectories: how the replicas' states stand to the log.
         pending: attempts in the root that are not in the log, newest last.
         warnings: why this may not be the log that goes with this root.
+        placements: where the log notes that the newest generation is: URL by tier.
+        unplaced: generations in the log that are not noted as being in the durable tier; -1 where there are no tiers.
         time: when it was looked at, seconds since the epoch.
     """
 
@@ -128,6 +137,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[Event, ...]
     time: float
     warnings: tuple[str, ...] = ()
+    placements: dict[str, str] = {}
+    unplaced: int = -1
 
 
 def listing(log: CommitLog, store: BlobStore, job: str) -> Listing:
@@ -140,20 +151,23 @@ def listing(log: CommitLog, store: BlobStore, job: str) -> Listing:
     tail = log.tail()
     damaged = tuple(log.damaged())
     pins = log.pins()
-    found = {f.location: f for f in scan(store, job)}
+    held, downs = seen_in(store, job)
+    found, placed = union(held), log.placed()
     path = {e.index for e in lineage(entries, tail, (i for i, _ in damaged))}
 
     def line(e: Entry) -> Line:
         here = found.get(e.location)
-        payload = "" if e.kind == "open" else "missing in the root" if here is None else here.why or _other(e, here.manifest)
+        payload = "" if e.kind == "open" else "missing in the root" if here is None else here.why or stands(e, here.manifest)
         standing = "tail" if tail is not None and e.index == tail.index else "on the trajectory" if e.index in path else "abandoned branch"
         return Line(
-            entry=e, standing="open" if e.kind == "open" and standing != "tail" else standing, pin=pins.get(e.index), payload=payload
-        )
+            entry=e, standing="open" if e.kind == "open" and standing != "tail" else standing, pin=pins.get(e.index), payload=payload,
+            tiers=by_tier(e, held, downs), placements=placed.get(e.index, {}),
+        )  # fmt: skip
 
     recorded = {e.location for e in entries}
     orphans = tuple((f.location, f.why or "complete, not in the log") for f in found.values() if f.location not in recorded)
     warnings = _warnings(store, job, LogView(uuid=log.uuid(), tail=tail, entries=tuple(entries), damaged=damaged), tuple(found.values()))
+    warnings = (*warnings, *(f"tier {tier} does not answer: {why}" for tier, why in downs.items()))
     lines = tuple(line(e) for e in entries)
     return Listing(job=job, log=log.url, lines=lines, orphans=orphans, damaged=damaged, warnings=warnings)
 
@@ -169,10 +183,6 @@ def _warnings(store: BlobStore, job: str, seen: LogView, found: tuple[Found, ...
     if marker is not None and marker.log and seen.tail is not None and marker.log != seen.uuid:
         texts.append(f"the root is vouched for by log {marker.log} ({marker.log_kind}), this is log {seen.uuid}: give the right --log")
     return tuple(texts)
-
-
-def _other(entry: Entry, manifest: str) -> str:
-    return "complete" if entry.manifest == manifest else "its manifest is not what the record vouches for"
 
 
 def all_entries(log: CommitLog) -> list[Entry]:
@@ -221,8 +231,11 @@ def find(log: CommitLog, job: str, which: str | None, *, step: int | None = None
     raise NotFound(f"job {job!r} has no generation {which}", now=f"it has {have}", todo="choose one of those, by index or directory name")
 
 
-def detail(store: BlobStore, job: str, location: str, entry: Entry | None = None) -> Detail:
+def detail(store: BlobStore, job: str, location: str, entry: Entry | None = None, placements: dict[str, str] | None = None) -> Detail:
     """One generation with its tensors.
+
+    Args:
+        placements: where the log notes that it is.
 
     Raises:
         Damaged: a part of it does not match.
@@ -231,12 +244,14 @@ def detail(store: BlobStore, job: str, location: str, entry: Entry | None = None
     lines: dict[str, TensorLine] = {}
     aliases: dict[str, str] = {}
     with open_generation(store, job, location, entry) as generation:
-        for info, image in zip(sorted(manifest.shards, key=lambda s: s.rank), generation.images, strict=True):
+        own = [info.file for info in sorted(manifest.shards, key=lambda s: s.rank)]
+        names = [*own, *(f"../{image.where}" for image in generation.images[generation.shards :])]
+        for name, image in zip(names, generation.images, strict=True):
             aliases.update(image.table.aliases)
             for t in image.table.tensors:
                 size = sum(c.end - c.begin for c in t.chunks)
                 known = lines.get(t.name)
-                files = (*(known.files if known else ()), info.file)
+                files = (*(known.files if known else ()), name)
                 lines[t.name] = TensorLine(
                     name=t.name, dtype=t.dtype, shape=t.shape, bytes=size + (known.bytes if known else 0), files=files
                 )
@@ -248,6 +263,7 @@ def detail(store: BlobStore, job: str, location: str, entry: Entry | None = None
         participants=manifest.participants,
         tensors=tuple(lines[name] for name in sorted(lines)),
         aliases=aliases,
+        placements=placements or {},
     )
 
 
@@ -265,12 +281,13 @@ def status(log: CommitLog, store: BlobStore | None, job: str, *, events: int = 1
     entries = all_entries(log)
     recorded = {e.location for e in entries}
     replicas, tail, uuid = tuple(log.replicas()), log.tail(), log.uuid()
+    generations, placed = [e for e in entries if e.kind == "generation"], log.placed()
     return Status(
         job=job,
         log=log.url,
         uuid=uuid,
         tail=tail,
-        generations=sum(e.kind == "generation" for e in entries),
+        generations=len(generations),
         replicas=replicas,
         writers=tuple(r.replica for r in replicas if r.state == "live" and r.detail.get("writer") == 1),
         trajectories=_standings(replicas),
@@ -278,6 +295,8 @@ def status(log: CommitLog, store: BlobStore | None, job: str, *, events: int = 1
         events=tuple(log.events(limit=events)),
         time=time.time(),
         warnings=() if store is None else _warnings(store, job, LogView(uuid=uuid, tail=tail, entries=tuple(entries)), found),
+        placements=placed.get(generations[-1].index, {}) if generations else {},
+        unplaced=sum(DURABLE not in placed.get(e.index, {}) for e in generations) if isinstance(store, TieredStore) else -1,
     )
 
 

@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+import msgspec
+
 from ftckpt import config, wiring
 from ftckpt.domain.lineage import Found
 from ftckpt.errors import ConfigError, NotFound
@@ -76,8 +78,9 @@ def located(
             job, root = path.name, path.parent
         else:
             job = str(source)
-        given = config.load({"job": job, "root": root, "log": None if log == NO_LOG else log}, file=settings_file).validate(("job", "root"))
-        store = wiring.open_store(given.root)
+        given = config.reading(job, root, None if log == NO_LOG else log, file=settings_file).validate(("job", "root"))
+        given = msgspec.structs.replace(given, durable=wiring.durable_tier(given))
+        store = wiring.open_root(given.root, given.durable)
         stack.callback(store.close)
         found = None if log == NO_LOG else _log(given, stack)
         if found is None:
@@ -92,13 +95,13 @@ def located(
 def _log(given: config.Settings, stack: ExitStack) -> CommitLog | None:
     url = None
     if not given.log:
-        path = wiring.root_path(given.root)
+        path = wiring.root_path(wiring.home(given.root, given.durable))
         inside = None if path is None else path / given.job / wiring.LOG_FILE
         if inside is None or not inside.is_file():
             return None
     else:
         url = given.log
-    log = wiring.open_log(url, job=given.job, root_url=given.root, timeout=given.deadlines.log_s)
+    log = wiring.open_log(url, job=given.job, root_url=wiring.home(given.root, given.durable), timeout=given.deadlines.log_s)
     stack.callback(log.close)
     return log
 
@@ -152,19 +155,29 @@ def _one_directory(path: Path, stack: ExitStack) -> OpenGeneration:
     store = wiring.open_store(str(path))
     stack.callback(store.close)
     manifest = decode(store.get(MANIFEST), Manifest, f"{path}/{MANIFEST}")
-    return open_generation(_Alone(store, f"{manifest.job}/generations/{path.name}/"), manifest.job, path.name)
+    beside = wiring.open_store(str(path.parent)) if manifest.refers else store
+    stack.callback(beside.close)
+    return open_generation(_Alone(store, beside, manifest.job, path.name), manifest.job, path.name)
 
 
 class _Alone:
-    """Files of one directory under the names that they would have in their job's root."""
+    """Files of one directory under the names that they would have in their job's root, and of those that lie beside it."""
 
-    def __init__(self, store: BlobStore, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, store: BlobStore, beside: BlobStore, job: str, name: str) -> None:
+        self._store, self._beside = store, beside
+        self._above, self._own = f"{job}/generations/", f"{job}/generations/{name}/"
+
+    def _in(self, path: str) -> tuple[BlobStore, str]:
+        if path.startswith(self._own):
+            return self._store, path.removeprefix(self._own)
+        return self._beside, path.removeprefix(self._above)
 
     def get(self, path: str) -> bytes:
         """A small file."""
-        return self._store.get(path.removeprefix(self._prefix))
+        store, name = self._in(path)
+        return store.get(name)
 
     def reader(self, path: str) -> BlobReader:
         """A file, open."""
-        return self._store.reader(path.removeprefix(self._prefix))
+        store, name = self._in(path)
+        return store.reader(name)
