@@ -162,6 +162,10 @@ class AgentClient:
         """Give back an acquired slot that was neither saved nor published."""
         self._inbox.give_back(slot)
 
+    def check_slot(self, slot: int) -> None:
+        """Raise AgentError if an acquired slot is of an arena that another took the place of."""
+        self._inbox.check_slot(slot)
+
     def layout(self, table: TensorTable, states: dict[str, StateInfo]) -> int:
         """Tell what slots hold from now on; returns the layout's number. The same layout twice gives the same number."""
         with self._lock:
@@ -205,7 +209,7 @@ class AgentClient:
         handle = self._inbox.new_save(trajectory.step, attempt)
         message = m.Save(
             ordinal=handle.ordinal,
-            slot=slot,
+            slot=int(slot),
             arena=arena,
             layout=layout,
             attempt=attempt,
@@ -230,7 +234,9 @@ class AgentClient:
     def publish(self, snapshot: str, *, slot: int, layout: int, trajectory: Trajectory, leaves: bytes = b"", extra: bytes = b"") -> None:
         """Serve a slot to peers under an id until it is retired."""
         arena = self._inbox.use(slot)
-        self._send(m.Publish(snapshot=snapshot, slot=slot, arena=arena, layout=layout, trajectory=trajectory, leaves=leaves, extra=extra))
+        self._send(
+            m.Publish(snapshot=snapshot, slot=int(slot), arena=arena, layout=layout, trajectory=trajectory, leaves=leaves, extra=extra)
+        )
 
     def retire(self, snapshot: str) -> None:
         """Stop serving a snapshot."""

@@ -19,6 +19,18 @@ _MAX_ERRORS = 100
 T = TypeVar("T")
 
 
+class Slot(int):
+    """Number of a slot that was taken, and of the arena that it is of: after the arena was replaced it means nothing."""
+
+    arena: int
+
+    def __new__(cls, number: int, arena: int) -> Slot:
+        """Make one."""
+        slot = super().__new__(cls, number)
+        slot.arena = arena
+        return slot
+
+
 class Inbox:
     """State of one connection.
 
@@ -75,21 +87,32 @@ class Inbox:
             self._free = list(range(slots))
             self.changed.notify_all()
 
-    def take_slot(self, timeout: float) -> int | None:
+    def take_slot(self, timeout: float) -> Slot | None:
         """A free slot, or None at the deadline."""
-        return self.wait_for(lambda: self._free.pop(0) if self._free else None, timeout)
+        return self.wait_for(lambda: Slot(self._free.pop(0), self._arena) if self._free else None, timeout)
 
     def give_back(self, slot: int) -> None:
-        """A taken slot that was not used."""
+        """A taken slot that was not used; one of an arena that was replaced meanwhile is nobody's."""
         with self.changed:
-            if slot not in self._free:
-                self._free.append(slot)
+            if not self._stale(slot) and slot not in self._free:
+                self._free.append(int(slot))
             self.changed.notify_all()
+
+    def check_slot(self, slot: int) -> None:
+        """Raise AgentError if the slot's arena was replaced since it was taken."""
+        if self._stale(slot):
+            raise AgentError(
+                f"slot {slot} is of an arena that was replaced meanwhile", now="nothing was handed to the agent", todo="capture again"
+            )
+
+    def _stale(self, slot: int) -> bool:
+        return isinstance(slot, Slot) and slot.arena != self._arena
 
     def use(self, slot: int) -> int:
         """A slot is handed to the agent once more; returns its arena's number."""
         with self.changed:
             self.check()
+            self.check_slot(slot)
             key = (self._arena, slot)
             self._uses[key] = self._uses.get(key, 0) + 1
             return self._arena

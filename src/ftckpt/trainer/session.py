@@ -26,7 +26,7 @@ class Session:
         self.full = Capturer(registry, group)
         self.local = self.full if group.world_size == 1 else Capturer(registry, Group())
         self._layouts: dict[tuple[int, int], int] = {}
-        self._arenas: list[Arena] = []
+        self._arena: Arena | None = None  # made last; the client's own, but after the agent was lost
 
     def prepare(self, capturer: Capturer) -> Plan:
         """The plan for the states as they are now, with an arena that it fits in. Main thread.
@@ -58,9 +58,11 @@ class Session:
 
         Raises:
             DeadlineExceeded: there is no arena yet.
+            AgentError: the slot is of an arena that was outgrown meanwhile.
         """
         if self.client.arena is None:
             raise DeadlineExceeded("no arena is attached", todo="call prepare first")
+        self.client.check_slot(slot)
         return self.client.arena.slot(slot)[:size]
 
     def revive(self) -> None:
@@ -72,17 +74,20 @@ class Session:
         """Drop cached views and the memory."""
         for capturer in {id(c): c for c in (self.full, self.local)}.values():
             capturer.release()
-        for arena in self._arenas:
-            arena.close()
-        self._arenas.clear()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def _grow(self, need: int) -> None:
+        """Take a larger arena. What the agent still reads of the old one it has mapped itself; here it goes with the last view of it."""
         for capturer in (self.full, self.local):
             capturer.release()
         arena = Arena.create(self.settings.slots, page_up(need * (1 + self._copies_to_come()) + (need >> 4)))
         self.client.attach(arena)
         arena.prefault()
-        self._arenas.append(arena)
+        old, self._arena = self._arena, arena
+        if old is not None:
+            old.close()
 
     def _copies_to_come(self) -> int:
         """Copies of the parameters that optimizers without state will soon hold, so that the arena need not grow after a step."""

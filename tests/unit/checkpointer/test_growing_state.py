@@ -1,0 +1,69 @@
+"""A state that outgrows its buffers: larger ones take their place, and the outgrown memory goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftckpt import Checkpointer, Never
+from ftckpt.errors import AgentError
+
+
+def _mapped(pid: int) -> int:
+    """Arenas that a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text().count("ftckpt-arena")
+
+
+def _held(pid: int) -> int:
+    """Arenas that a process holds a descriptor of."""
+    found = 0
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            found += "ftckpt-arena" in os.readlink(f"/proc/{pid}/fd/{fd}")
+    return found
+
+
+@pytest.mark.covers("I11", "F66", "F76")
+def test_outgrown_buffers_are_let_go_of_in_both_processes(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    state = {"grown": torch.zeros(10)}
+    with Checkpointer.open(job="job", root=tmp_path / "root", policy=Never(), runtime_dir=str(tmp_path / "run")) as ckpt:
+        ckpt.register(state=state)
+        ckpt.resume()
+        agent = ckpt._session.client.agent_pid
+        for size in (20_000, 60_000, 180_000, 540_000):
+            state["grown"] = torch.full((size,), float(size))
+            ckpt.step()
+            ckpt.save(wait=30.0)
+            assert (_mapped(os.getpid()), _held(os.getpid())) == (1, 1)
+            end = time.monotonic() + 10
+            while (_mapped(agent), _held(agent)) != (1, 1):
+                assert time.monotonic() < end, "the agent keeps an outgrown arena"
+                time.sleep(0.02)
+
+
+@pytest.mark.covers("I5", "I11")
+def test_a_buffer_taken_before_the_growth_is_neither_filled_nor_given_back_as_one_of_the_new_arena(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    state = {"grown": torch.zeros(10)}
+    with Checkpointer.open(job="job", root=tmp_path / "root", policy=Never(), slots=1, runtime_dir=str(tmp_path / "run")) as ckpt:
+        ckpt.register(state=state)
+        ckpt.resume()
+        session = ckpt._session
+        old = session.slot(5.0)
+        assert old is not None
+        state["grown"] = torch.ones(90_000)
+        session.prepare(session.full)
+        new = session.slot(5.0)
+        assert new is not None
+        with pytest.raises(AgentError, match="replaced"):
+            session.memory(old, 10)
+        session.client.release_slot(old)
+        assert session.slot(0.0) is None, "a slot that is in use was given out again"
+        session.client.release_slot(new)
+        assert session.slot(0.0) == new
