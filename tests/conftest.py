@@ -19,6 +19,7 @@ SLOW = [
     UNIT / "commitlog" / "test_etcd_cluster.py",
     UNIT / "data" / "test_killed_trainers.py",
     UNIT / "model" / "test_commit_model.py",
+    UNIT / "sim",
     UNIT / "model" / "test_group_model.py",
     UNIT / "trainer_state" / "test_sharded.py",
     UNIT / "trainer_state" / "test_costs.py",
