@@ -33,7 +33,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--overlap", type=float, default=0.25, help="share of faults that come at any moment, recovered or not")
     parser.add_argument("--log", choices=("sqlite", "etcd", "etcd3"), default="sqlite", help="etcd3: three members")
     parser.add_argument(
-        "--rendezvous", choices=("c10d", "etcd", "etcd-v2", "etcd-v3"), help="of torchrun; default: etcd-v3 where the log is in etcd, else c10d. One process goes without torchrun only with c10d"
+        "--rendezvous",
+        choices=("c10d", "etcd", "etcd-v2", "etcd-v3"),
+        help="of torchrun; default: etcd-v3 where the log is in etcd, else c10d. One process goes without torchrun only with c10d",
     )
     parser.add_argument("--no-network", action="store_true", help="no network namespaces, even where root allows them")
     parser.add_argument("--small-disk", action="store_true", help="root on a small file system of its own (needs root; default as root)")

@@ -76,6 +76,10 @@ class Runner:
                 ["mount", "-o", "loop", image, str(self.plan.folder / "root")],
             ):
                 subprocess.run(argv, check=True, timeout=60)
+            audit = self.plan.folder / "root" / self.plan.job / "audit"  # what is judged from must outlast a loss of power
+            (self.plan.folder / "audit").mkdir()
+            audit.parent.mkdir()
+            audit.symlink_to(self.plan.folder / "audit")
         try:
             self.job.start()
             if self._until("the first generation", lambda: self._healthy() and bool(self._generations())):

@@ -120,7 +120,7 @@ def whole(e: Evidence) -> Verdict:
 
 def promised(e: Evidence) -> Verdict:
     """I6: a save that returned is in the log in the end, or one that descends from it, however its trainer died. Where the agent was killed
-    too, or replaced, or cut off from those who went on, or had no disk, or its log went back, nothing was promised."""
+    too, or replaced, or had no disk, or its log went back, nothing was promised."""
     kept = {x.trajectory for x in e.entries} | _ancestors(e)
     problems, seen = [], 0
     for line in e.lines:
@@ -147,7 +147,7 @@ def _ancestors(e: Evidence) -> set[str]:
 def _excuses(h: Happened, line: Line) -> bool:
     """Whether what happened takes back the promise of a save that returned at that time."""
     end = max(h.time, h.until) + EXCUSED_S
-    if h.kind.startswith(("disk", "zombie", "restore-etcd", "rebuilt", "isolate", "partition")):
+    if h.kind.startswith(("disk", "zombie", "restore-etcd", "rebuilt")):
         return h.time - EXCUSED_S <= line.time <= end
     return h.machine and f"replica{line.replica}" in h.units and line.time - 1 <= h.time <= line.time + EXCUSED_S
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
+import struct
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +23,7 @@ from chaos.nemeses.schedule import Planned
 from chaos.workloads.jobs import Job, Unit, marked, send
 from ftckpt.domain.ledger import Entry
 
+EXT4_SHUTDOWN, NO_FLUSH = 0x8004587D, 2  # ioctl(2): from now on every call fails, and the journal is not written out
 MIN_SOUND = 2  # sound generations that must be left when one is damaged
 
 
@@ -57,6 +62,8 @@ def act(job: Job, planned: Planned, entries: Sequence[Entry], hurt: frozenset[st
         return _damage(job, planned, unit, entries, hurt), None
     if name == "disk-full":
         return _fill(job, planned)
+    if name == "power-loss":
+        return _power_loss(job, planned), None
     if name.startswith("disk-"):
         return disk(job, planned)
     if name == "clock-jump":
@@ -209,6 +216,24 @@ def truncate(path: Path, rng: random.Random) -> int:
     size = rng.choice((path.stat().st_size - 1, path.stat().st_size // 2, 0))
     os.truncate(path, size)
     return size
+
+
+def _power_loss(job: Job, planned: Planned) -> Happened:
+    """Everything dies, and the root's file system forgets what was not durable."""
+    root = job.plan.folder / "root"
+    fd = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, EXT4_SHUTDOWN, struct.pack("I", NO_FLUSH))
+    finally:
+        os.close(fd)
+    if job.neighbour is not None:
+        job.neighbour.units[0].kill(agents=True)
+    happened = _everything(job, planned, agents=True)
+    end = time.monotonic() + 20
+    while subprocess.run(["umount", str(root)], check=False, capture_output=True, timeout=20).returncode and time.monotonic() < end:
+        time.sleep(0.1)
+    subprocess.run(["mount", "-o", "loop", str(job.plan.folder / "disk"), str(root)], check=True, timeout=20)
+    return happened
 
 
 def _fill(job: Job, planned: Planned) -> tuple[Happened, Undo]:

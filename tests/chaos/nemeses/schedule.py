@@ -56,6 +56,7 @@ KINDS: dict[str, Kind] = {
         Kind(name="damage-then-one", needs=("peers",), weight=0.5),  # the same, then one replica dies: its peers have the state
         Kind(name="truncate-newest", weight=0.5),  # the newest generation loses its end, then everything dies
         Kind(name="disk-full", needs=("small-disk",), hold=(1, 10)),
+        Kind(name="power-loss", needs=("small-disk",)),  # everything dies, and so does what the root's file system had not made durable
         Kind(name="disk-eio", hold=(1, 8)),  # a share of the store's system calls fails, on all replicas
         Kind(name="disk-slow", hold=(2, 12)),
         Kind(name="disk-readonly", hold=(1, 8)),
