@@ -84,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_split: bool = False
     new_job: bool = False
     nice: int = 10
-    persist_threads: int = 1
+    persist_threads: int = 2
     reuse: bool = False
     deadlines: Deadlines = Deadlines()
     origin: dict[str, str] = msgspec.field(default_factory=dict)
@@ -257,7 +257,7 @@ def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None 
         env: environment; left out: this process's.
 
     Raises:
-        ConfigError: lists all unknown keys and all values of a wrong type at once. Contradictions are found by ``validate``.
+        ConfigError: there are unknown keys or values of a wrong type; lists all of them at once, and what ``problems`` finds in the rest.
     """
     env = os.environ if env is None else env
     wrong: list[str] = []
@@ -275,15 +275,16 @@ def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None 
             wrong.append(f"{label}: {e.what + ': ' + e.todo if isinstance(e, ConfigError) else e}")
             continue
         origin[key] = label
-    if wrong:
+    _fill_defaults(values, origin, env)
+    deadlines = Deadlines(**{k.partition(".")[2]: v for k, v in values.items() if "." in k})
+    made = Settings(**{k: v for k, v in values.items() if "." not in k}, deadlines=deadlines, origin=origin)
+    if wrong:  # and what is wrong with the rest, so that one look is enough
         raise ConfigError(
-            "these settings cannot be read:\n  " + "\n  ".join(wrong),
+            "these settings cannot be read:\n  " + "\n  ".join((*wrong, *made.problems())),
             now="nothing was started",
             todo="correct them all; settings are listed in docs/config.md",
         )
-    _fill_defaults(values, origin, env)
-    deadlines = Deadlines(**{k.partition(".")[2]: v for k, v in values.items() if "." in k})
-    return Settings(**{k: v for k, v in values.items() if "." not in k}, deadlines=deadlines, origin=origin)
+    return made
 
 
 def _keep(raw: Any) -> Any:

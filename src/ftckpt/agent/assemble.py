@@ -6,6 +6,7 @@ only delay. Must not commit.
 
 from __future__ import annotations
 
+import functools
 import logging
 import platform
 import time
@@ -19,17 +20,15 @@ from ftckpt.agent import outcome
 from ftckpt.agent.cursors import Cursors
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job, Outcome, Written
+from ftckpt.agent.small import put_leaves
 from ftckpt.domain.ledger import own_entry
 from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed, StoreError
 from ftckpt.format.cover import check_cover
-from ftckpt.format.leaves import decode_leaves, encode_leaves, merge_leaves
 from ftckpt.format.manifest import (
-    LEAVES,
     MANIFEST,
     MANIFEST_VERSION,
     RECEIPTS,
     REFERRING_VERSION,
-    FileInfo,
     Manifest,
     Receipt,
     Referred,
@@ -100,7 +99,7 @@ class Assemble:
         try:
             if written.error is not None:
                 raise error_from(*written.error)
-            self._durable(self._assemble(job))
+            self._durable(self._assemble(written))
         except FtckptError as e:
             logger.error("generation %s failed: %s", job.name, e)
             failed = outcome.failure(e)
@@ -110,18 +109,17 @@ class Assemble:
             outcome.report(self._desk, job, failed)
 
     # ------------------------------------------------------------ rank 0
-    def _assemble(self, job: Job) -> Candidate:
+    def _assemble(self, written: Written) -> Candidate:
+        job = written.job
         members = {*job.save.expected, *map(int, job.save.counts)}
         self._names(members)  # unknown ones are read while the receipts are waited for
-        receipts = self._receipts(job)
+        receipts = [written.receipt] if written.receipt is not None and job.config.group_world_size == 1 else self._receipts(job)
         self._prove(job, receipts)
         cursors = Cursors(self._store, job, self._names(members))
         poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.cursors_s)
         while not cursors.look() and poll.more():
             pass
-        documents = [decode_leaves(bytes(r.leaves), f"receipt of rank {r.rank}") for r in receipts if bytes(r.leaves) != b"{}"]
-        leaves = encode_leaves(merge_leaves(documents))
-        self._store.put(f"{job.directory}/{LEAVES}", leaves)
+        leaves = written.leaves or put_leaves(self._store, job, [bytes(r.leaves) for r in receipts])
         save, config = job.save, job.config
         refers = _together(receipts)
         manifest = Manifest(
@@ -136,7 +134,7 @@ class Assemble:
             writer=config.replica,
             group_world_size=config.group_world_size,
             shards=tuple(r.shard for r in receipts if r.shard is not None),
-            leaves=FileInfo(file=LEAVES, bytes=len(leaves), sha256=sha256(leaves)),
+            leaves=leaves,
             cursors=cursors.infos(),
             participants=cursors.participants(),
             counts=save.counts,
@@ -145,7 +143,7 @@ class Assemble:
             states=job.states,
             metrics=save.metrics,
             created=time.time(),
-            software={"ftckpt": version("ftckpt"), "python": platform.python_version()},
+            software=_software(),
             refers=refers,
             via=tuple(sorted({index if r.log == self._desk.log_uuid else _NOWHERE for r in receipts for index in r.via})),
         )
@@ -264,6 +262,11 @@ def _no_word(job: Job, durable: bool) -> SaveFailed:
         now="the generation is durable and not yet committed" if durable else "nothing was committed; this rank's shard is durable",
         todo="see the output of rank 0's agent",
     )
+
+
+@functools.cache
+def _software() -> dict[str, str]:
+    return {"ftckpt": version("ftckpt"), "python": platform.python_version()}
 
 
 def _together(receipts: list[Receipt]) -> tuple[Referred, ...]:

@@ -8,7 +8,7 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry, Participant
 from ftckpt.domain.names import GenerationName, generation_dir
-from ftckpt.format.manifest import ShardInfo, StateInfo
+from ftckpt.format.manifest import FileInfo, Receipt, StateInfo
 from ftckpt.format.table import TensorTable
 from ftckpt.link.config import AgentConfig
 from ftckpt.link.messages import Save
@@ -47,12 +47,15 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         claimed: the attempt's directory is this group's own (rank 0: its intent was the first file there).
+        receipt: of what is durable; ranks of a group of several leave it in the store, too.
+        leaves: of a group of one: the file that has them.
         error: class name, what, now, todo.
     """
 
     job: Job
     claimed: bool
-    shard: ShardInfo | None = None
+    receipt: Receipt | None = None
+    leaves: FileInfo | None = None
     error: tuple[str, str, str, str] | None = None
 
 

@@ -1,4 +1,7 @@
-"""Makes one rank's part of a generation durable: intent, shard, cursor, receipt, in this order. Commits nothing."""
+"""Makes one rank's part of a generation durable: intent, cursor and leaves while the shard is written, then the receipt. Commits nothing.
+
+The shard becomes visible only when the small files are durable; a group of one needs no receipt.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ from ftckpt.agent.jobs import Job, Written
 from ftckpt.agent.priority import Niced
 from ftckpt.agent.reuse import Reuse
 from ftckpt.agent.slots import Slots
+from ftckpt.agent.small import SmallFiles
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.names import cursor_file, shard_file
+from ftckpt.domain.names import shard_file
 from ftckpt.errors import FtckptError, StoreError
-from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, RECEIPTS, Intent, Receipt, Referred, ShardInfo, encode
+from ftckpt.format.gather import Parts
+from ftckpt.format.manifest import RECEIPTS, Receipt, Referred, ShardInfo, encode
 from ftckpt.format.shard import write_shard
+from ftckpt.format.table import TensorTable
 from ftckpt.link import messages as m
 from ftckpt.ports import BlobStore
 
@@ -45,69 +51,57 @@ class Persist:
 
     def __call__(self, item: tuple[Job, memoryview]) -> None:
         job, image = item
-        began, claimed = time.monotonic(), False
+        began, small = time.monotonic(), SmallFiles(self._store, job)
         try:
-            claimed = job.config.rank != 0 or self._claim(job)
-            written = Written(job=job.light(), claimed=claimed, shard=self._write(job, image))
+            receipt = self._write(job, image, small)
+            written = Written(job=job.light(), claimed=small.claimed, receipt=receipt, leaves=small.leaves)
         except FtckptError as e:
             logger.error("step %d, attempt %s: %s", job.save.trajectory.step, job.save.attempt, e)
-            written = Written(job=job.light(), claimed=claimed, error=(type(e).__name__, e.what, e.now, e.todo))
-            if claimed:
+            written = Written(job=job.light(), claimed=small.claimed, error=(type(e).__name__, e.what, e.now, e.todo))
+            if small.claimed:
                 self._tell_failure(job, e)
         finally:
             image.release()
             self._slots.release(job.session, job.save.arena, job.save.slot)
-        if written.shard is not None:
-            seconds = time.monotonic() - began
-            self._desk.post(
-                job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=written.shard.bytes, seconds=seconds)
-            )
+        if written.receipt is not None and written.receipt.shard is not None:
+            seconds, size = time.monotonic() - began, written.receipt.shard.bytes
+            self._desk.post(job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=size, seconds=seconds))
         self._done(written)
 
-    def _write(self, job: Job, image: memoryview) -> ShardInfo:
+    def _write(self, job: Job, image: memoryview, small: SmallFiles) -> Receipt:
         config, save = job.config, job.save
         found: list[_Stored] = []
-        if config.rank:
-            self._store.put(f"{job.directory}/{CLAIMS}/r{config.rank:05d}.json", encode(intent_of(job)), if_absent=True)
-        work = partial(self._write_less if config.reuse else self._write_all, job, image, found)
-        self.niced.run(0 if self._queued() else config.nice, work)
-        if save.cursor:
-            self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", save.cursor, if_absent=True)
+        work = partial(self._write_less if config.reuse else self._write_all, job, image, small, found)
+        self.niced.run(0 if self._queued() else config.nice, work, small.write)
         info, refers, base = found[0]
         receipt = Receipt(rank=config.rank, shard=info, leaves=msgspec.Raw(save.leaves or b"{}"))
         if base is not None:
             receipt = msgspec.structs.replace(receipt, refers=refers, via=(base.index,), log=base.log)
-        if not self._store.put(receipt_path(job, config.rank), encode(receipt), if_absent=True):
+        if config.group_world_size > 1 and not self._store.put(receipt_path(job, config.rank), encode(receipt), if_absent=True):
             raise StoreError(
                 f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored"
             )
-        return info
+        return receipt
 
-    def _write_all(self, job: Job, image: memoryview, found: list[_Stored]) -> None:
-        path = f"{job.directory}/{shard_file(job.config.rank, job.config.group_world_size)}"
-        _, info = write_shard(self._store, path, job.config.rank, job.table, image, threads=job.config.persist_threads)
+    def _write_all(self, job: Job, image: memoryview, small: SmallFiles, found: list[_Stored]) -> None:
+        _, info = self._shard(job, job.table, image, small)
         found.append((info, (), None))
 
-    def _write_less(self, job: Job, image: memoryview, found: list[_Stored]) -> None:
-        path = f"{job.directory}/{shard_file(job.config.rank, job.config.group_world_size)}"
+    def _write_less(self, job: Job, image: memoryview, small: SmallFiles, found: list[_Stored]) -> None:
         less, base = self._reuse.reduced(job, image)
         with less.image as gathered:
-            table, info = write_shard(self._store, path, job.config.rank, less.table, gathered, threads=job.config.persist_threads)
+            table, info = self._shard(job, less.table, gathered, small)
         self._reuse.wrote(job, table, info)
         found.append((info, less.refers, base))
 
-    def _claim(self, job: Job) -> bool:
-        """Say whose attempt this is; an attempt's name is never used twice."""
-        if not self._store.put(f"{job.directory}/{INTENT}", encode(intent_of(job)), if_absent=True):
-            raise StoreError(
-                f"attempt {job.name} exists already",
-                now="it was not changed; this save was not stored",
-                todo="give each save an attempt of its own",
-            )
-        return True
+    def _shard(self, job: Job, table: TensorTable, image: memoryview | Parts, small: SmallFiles) -> tuple[TensorTable, ShardInfo]:
+        path = f"{job.directory}/{shard_file(job.config.rank, job.config.group_world_size)}"
+        return write_shard(self._store, path, job.config.rank, table, image, threads=job.config.persist_threads, ready=small.wait)
 
     def _tell_failure(self, job: Job, error: FtckptError) -> None:
         """Leave a receipt with the error, so that the other ranks learn it by name."""
+        if job.config.group_world_size == 1:
+            return
         try:
             receipt = Receipt(rank=job.config.rank, shard=None, error=f"{type(error).__name__}: {error.what}")
             self._store.put(receipt_path(job, job.config.rank), encode(receipt), if_absent=True)
@@ -118,18 +112,3 @@ class Persist:
 def receipt_path(job: Job, rank: int) -> str:
     """Where a rank's receipt is."""
     return f"{job.directory}/{RECEIPTS}/r{rank:05d}.json"
-
-
-def intent_of(job: Job) -> Intent:
-    """The intent that proves an attempt's directory to be this agent's own."""
-    t = job.save.trajectory
-    return Intent(
-        job=job.config.job,
-        step=t.step,
-        trajectory=t.h,
-        attempt=job.save.attempt,
-        writer=job.config.replica,
-        incarnation=job.config.incarnation,
-        group_world_size=job.config.group_world_size,
-        created=job.received,
-    )

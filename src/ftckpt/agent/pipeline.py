@@ -16,13 +16,14 @@ from ftckpt.agent.exchange import Exchange
 from ftckpt.agent.jobs import Candidate, Job, Rubbish, Written
 from ftckpt.agent.journal import Journal
 from ftckpt.agent.keeper import Keeper
-from ftckpt.agent.persist import Persist, intent_of
+from ftckpt.agent.persist import Persist
 from ftckpt.agent.placing import Placing
 from ftckpt.agent.registry import Registry
 from ftckpt.agent.retain import Done, Retain
 from ftckpt.agent.reuse import Reuse
 from ftckpt.agent.serve import Offer, Serve
 from ftckpt.agent.slots import Slots
+from ftckpt.agent.small import intent_of
 from ftckpt.agent.work import Worker
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import FtckptError, NotFound

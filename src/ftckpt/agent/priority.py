@@ -28,8 +28,12 @@ class Niced:
     def __init__(self) -> None:
         self._tid = 0
 
-    def run(self, nice: int, work: Callable[[], None]) -> None:
-        """Run ``work`` with ``nice`` on a fresh thread, wait for it, and raise what it raised."""
+    def run(self, nice: int, work: Callable[[], None], meanwhile: Callable[[], None] | None = None) -> None:
+        """Run ``work`` with ``nice`` on a fresh thread, wait for it, and raise what it raised.
+
+        Args:
+            meanwhile: done by the calling thread in the meantime; what it raises is raised, once ``work`` has ended.
+        """
         raised: list[BaseException] = []
 
         def body() -> None:
@@ -44,7 +48,11 @@ class Niced:
 
         thread = threading.Thread(target=body, name=f"{threading.current_thread().name}-work", daemon=True)
         thread.start()
-        thread.join()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            thread.join()
         if raised:
             raise raised[0]
 

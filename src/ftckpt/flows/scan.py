@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftckpt.domain.lineage import Found
-from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
+from ftckpt.domain.names import GenerationName, generation_dir, generations_dir, shard_file
 from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.format.manifest import ABANDONED, INTENT, MANIFEST, RECEIPTS, Intent, Manifest, Receipt, decode, sha256
 from ftckpt.ports import BlobStore
@@ -98,6 +98,7 @@ def _unfinished(store: BlobStore, base: str, sizes: dict[str, int]) -> str:
     except (Damaged, NotFound, StoreError) as e:
         return f"no {MANIFEST}; {e.what}"
     failed = [f"rank {r.rank} failed: {r.error}" for r in receipts if r.error]
-    missing = sorted(set(range(ranks)) - {r.rank for r in receipts})
+    alone = {0} if ranks == 1 and shard_file(0, 1) in sizes else set()  # a group of one leaves no receipt
+    missing = sorted(set(range(ranks)) - {r.rank for r in receipts} - alone)
     parts = failed + ([f"the shard of rank {', '.join(map(str, missing))} never arrived"] if missing else [])
     return f"no {MANIFEST}; {'; '.join(parts) or 'all shards are there'}"

@@ -105,6 +105,7 @@ def write_shard(
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
     pace: Callable[[int], None] | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> tuple[TensorTable, ShardInfo]:
     """Write and digest an image in one pass, then its header, then make the file durable and visible.
 
@@ -115,6 +116,7 @@ def write_shard(
         threads: how many groups of blocks are under way at a time.
         progress: called with the number of bytes just written, from the writing threads.
         pace: called with the number of bytes before they are written; may sleep to slow the writing down.
+        ready: called once all is written, before the file becomes visible; what it raises ends the writing.
 
     Returns:
         The table with digests, and what the manifest says of the file.
@@ -159,6 +161,8 @@ def write_shard(
             if pace is not None:
                 pace(min(group, table.image_bytes - start))
             written(start, part_at(start))
+        if ready is not None:
+            ready()
         writer.commit()
     return table, ShardInfo(
         file=path.rsplit("/", 1)[-1],

@@ -87,7 +87,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     tail_poll_s: float = 2.0
     registry_ttl_s: float = 15.0
     nice: int = 10
-    persist_threads: int = 1
+    persist_threads: int = 2
     reuse: bool = False
     keep: str = "all"
     gc_s: float = 60.0

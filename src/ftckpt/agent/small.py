@@ -1,0 +1,91 @@
+"""The small files of one rank's part of a generation, written while its shard is. Decides nothing, commits nothing.
+
+Whose attempt it is comes first: a directory with anything else visible in it and without that is provably nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from ftckpt.agent.jobs import Job
+from ftckpt.domain.names import cursor_file
+from ftckpt.errors import StoreError
+from ftckpt.format.leaves import decode_leaves, encode_leaves, merge_leaves
+from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, LEAVES, FileInfo, Intent, encode, sha256
+from ftckpt.ports import BlobStore
+
+
+class SmallFiles:
+    """Of one save on one rank: ``write`` on one thread, ``wait`` on another.
+
+    Attributes:
+        claimed: the attempt's directory is this group's own (rank 0: its intent was the first file there).
+        leaves: of a group of one, whose leaves are complete already.
+    """
+
+    def __init__(self, store: BlobStore, job: Job) -> None:
+        self._store, self._job = store, job
+        self.claimed = job.config.rank != 0
+        self.leaves: FileInfo | None = None
+        self._done: Future[None] = Future()
+
+    def write(self) -> None:
+        """Write them, each durable.
+
+        Raises:
+            StoreError: the attempt exists already, or the store failed.
+        """
+        try:
+            self._write()
+        except BaseException as e:
+            self._done.set_exception(e)
+            raise
+        self._done.set_result(None)
+
+    def wait(self) -> None:
+        """Return when they are durable; raises what writing them raised."""
+        self._done.result()
+
+    def _write(self) -> None:
+        job, config = self._job, self._job.config
+        if config.rank:
+            self._store.put(f"{job.directory}/{CLAIMS}/r{config.rank:05d}.json", encode(intent_of(job)), if_absent=True)
+        elif not self._store.put(f"{job.directory}/{INTENT}", encode(intent_of(job)), if_absent=True):
+            raise StoreError(
+                f"attempt {job.name} exists already",
+                now="it was not changed; this save was not stored",
+                todo="give each save an attempt of its own",
+            )
+        self.claimed = True
+        if job.save.cursor:
+            self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", job.save.cursor, if_absent=True)
+        if config.group_world_size == 1:
+            self.leaves = put_leaves(self._store, job, [job.save.leaves])
+
+
+def put_leaves(store: BlobStore, job: Job, documents: Iterable[bytes]) -> FileInfo:
+    """Store what all ranks have of leaves as one file.
+
+    Args:
+        documents: of the ranks, in their order; empty where a rank has none.
+    """
+    given = [decode_leaves(text, f"leaves of rank {rank}") for rank, text in enumerate(documents) if text not in (b"", b"{}")]
+    leaves = encode_leaves(merge_leaves(given))
+    store.put(f"{job.directory}/{LEAVES}", leaves)
+    return FileInfo(file=LEAVES, bytes=len(leaves), sha256=sha256(leaves))
+
+
+def intent_of(job: Job) -> Intent:
+    """The intent that proves an attempt's directory to be this agent's own."""
+    t = job.save.trajectory
+    return Intent(
+        job=job.config.job,
+        step=t.step,
+        trajectory=t.h,
+        attempt=job.save.attempt,
+        writer=job.config.replica,
+        incarnation=job.config.incarnation,
+        group_world_size=job.config.group_world_size,
+        created=job.received,
+    )
