@@ -29,6 +29,7 @@ _LAZY = {
     "Resumed": "ftckpt.trainer.events",
     "WarmStarted": "ftckpt.trainer.events",
     "Healed": "ftckpt.trainer.events",
+    "Warned": "ftckpt.trainer.events",
     "Adapter": "ftckpt.interop.adapter",
     "BlockScaled": "ftckpt.interop.adapter",
     "FtckptReader": "ftckpt.interop.dcp",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from ftckpt.trainer.events import Resuming as Resuming
     from ftckpt.trainer.events import Saving as Saving
     from ftckpt.trainer.events import WarmStarted as WarmStarted
+    from ftckpt.trainer.events import Warned as Warned
     from ftckpt.trainer.handle import SaveHandle as SaveHandle
     from ftckpt.trainer.inference import ModelReport as ModelReport
     from ftckpt.trainer.inference import load_model as load_model

@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from ftckpt.domain.ledger import Entry
@@ -65,6 +66,7 @@ from ftckpt.link.inbox import Inbox
 
 __all__ = ["AgentClient", "AgentConfig", "SaveHandle"]
 
+MOST_WARNINGS = 64  # kept until they are asked for; the oldest go first
 _Detail = dict[str, str | int | float]
 
 
@@ -76,6 +78,7 @@ class AgentClient:
         self.agent_pid, self.reattached = welcome.pid, welcome.reattached
         self.arena: Arena | None = None
         self._channel, self._on_warning = channel, on_warning
+        self._warned: deque[m.Warned] = deque(maxlen=MOST_WARNINGS)
         self._inbox = Inbox(welcome, str(launch.paths_of(config).output))
         self._layouts: list[tuple[TensorTable, dict[str, StateInfo]]] = []
         self._lock = threading.Lock()
@@ -131,6 +134,10 @@ class AgentClient:
         """Saves that have not ended yet."""
         with self._inbox.changed:
             return list(self._inbox.saves.values())
+
+    def warnings(self) -> list[m.Warned]:
+        """What the user should know, since the last call."""
+        return [self._warned.popleft() for _ in range(len(self._warned))]
 
     # ------------------------------------------------------------ slots
     def attach(self, arena: Arena) -> int:
@@ -292,6 +299,7 @@ class AgentClient:
             )
         self.close(0.0)
         new = type(self).open(self.config, on_warning=self._on_warning)
+        new._warned.extendleft(reversed(self._warned))
         if new.agent_pid != self.agent_pid and not launch.runs(self.agent_pid) and self.arena is not None and self.arena.fd >= 0:
             new.attach(self.arena)
         for table, states in self._layouts:
@@ -333,5 +341,8 @@ class AgentClient:
 
     def _take(self, message: m.ToTrainer) -> None:
         warning = self._inbox.take(message)
-        if warning is not None and self._on_warning is not None:
+        if warning is None:
+            return
+        self._warned.append(warning)
+        if self._on_warning is not None:
             self._on_warning(warning)

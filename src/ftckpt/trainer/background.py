@@ -10,7 +10,7 @@ from ftckpt.domain.ledger import standing
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import AgentError, Diverged, FtckptError
 from ftckpt.trainer.addresses import Addresses
-from ftckpt.trainer.events import Events
+from ftckpt.trainer.events import Events, Warned
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
@@ -19,6 +19,7 @@ from ftckpt.transfer.client import Progress
 
 logger = logging.getLogger("ftckpt")
 
+AGENT_DIED = "the agent died; a new one was started"
 LIVE_INTERVAL_S = 0.5
 HEAL_SHOWN_S = 1.0  # a heal that takes longer tells how far it is, that often
 
@@ -52,7 +53,8 @@ class Background:
         if not client.alive:
             self._session.revive()
             self._tail.follow(self._session.client)
-            logger.warning("the agent died; a new one was started")
+            logger.warning(AGENT_DIED)
+            self._events.tell(Warned(step=replica.step, kind="agent", text=AGENT_DIED, waiting=self.waiting))
         try:
             client.raise_pending()  # of the one that died too: what it had in flight is told once
         except Diverged as e:
@@ -60,7 +62,14 @@ class Background:
                 raise
             logger.warning("a save of a state that this replica has given up was refused: %s", e.what)
             self.note("fenced", e.what)
+        for warning in self._session.client.warnings():
+            self._events.tell(Warned(step=replica.step, kind=warning.kind, text=warning.text, waiting=self.waiting))
         self._events.poll()
+
+    @property
+    def waiting(self) -> int:
+        """Saves of this rank that are not in the log yet."""
+        return len(self._session.client.pending)
 
     def _astray(self, replica: Replica) -> bool:
         """Whether the live state is not the tail's; one that was found so may have been given up since, and healed."""

@@ -82,6 +82,20 @@ class Healed(Event, frozen=True, kw_only=True):
     sources: tuple[str, ...]
 
 
+class Warned(Event, frozen=True, kw_only=True):
+    """Something in the background that training need not stop for: the log does not answer and generations wait, or is back; the agent died.
+
+    Args:
+        kind: what it is about, for programs: "log", "agent", ...
+        text: what happened and what becomes of it.
+        waiting: saves of this rank that are not in the log yet.
+    """
+
+    kind: str
+    text: str
+    waiting: int
+
+
 E = TypeVar("E", bound=Event)
 
 
