@@ -12,6 +12,7 @@ import msgspec
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
 from ftckpt.errors import Damaged, FtckptError, NotFound
+from ftckpt.flows.leftovers import referrers
 from ftckpt.flows.select import view
 from ftckpt.flows.verify import verify
 from ftckpt.format.manifest import INTENT, MANIFEST, RECEIPTS, decode, encode
@@ -55,8 +56,9 @@ def evict(log: CommitLog, store: TieredStore, job: str, *, keep: int | None, sou
         return ()
     recorded = {e.location: e for e in seen.entries if e.kind == "generation"}
     removed: list[str] = []
+    needed = {*recorded, *log.withdrawn().values(), *referrers(seen.entries)}  # the clean-up of both tiers removes what is withdrawn
     for text in names:
-        if text not in recorded and _passed(log, store.first, job, text, seen.uuid, seen.tail):
+        if text not in needed and _passed(log, store.first, job, text, seen.uuid, seen.tail):
             removed.append(text)
     here_too = [recorded[text] for text in names if text in recorded]
     for entry in here_too:

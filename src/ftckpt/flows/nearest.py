@@ -6,7 +6,7 @@ It knows tiers and digests; which generation is read is for its callers. A store
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from types import TracebackType
@@ -87,37 +87,12 @@ class SparedImage(Image):
         self._readers, self._rest = readers, rest
         self._spare: Image | None = None
 
-    def pieces(self, begin: int, end: int) -> Iterator[memoryview]:
-        """See ``Image.pieces``."""
-        at = begin
+    def _read(self, first: int, target: memoryview) -> None:
+        """Fill ``target`` with consecutive blocks, from the nearest tier where each matches its digest."""
         try:
-            for piece in super().pieces(begin, end):
-                yield piece
-                at += len(piece)
+            super()._read(first, target)
         except (Damaged, StoreError) as e:
-            spare = self._other(e)
-            yield from spare.pieces(at, end)
-
-    def range(self, begin: int, end: int) -> memoryview:
-        """See ``Image.range``."""
-        try:
-            return super().range(begin, end)
-        except (Damaged, StoreError) as e:
-            return self._other(e).range(begin, end)
-
-    def checked(self, first: int, stop: int, room: memoryview) -> memoryview:
-        """See ``Image.checked``."""
-        try:
-            return super().checked(first, stop, room)
-        except (Damaged, StoreError) as e:
-            return self._other(e).checked(first, stop, memoryview(bytearray(len(room))))
-
-    def verify(self, progress: Callable[[int], None] | None = None, threads: int = 1) -> None:
-        """See ``Image.verify``; what does not match here must match as a whole in another tier."""
-        try:
-            super().verify(progress, threads)
-        except (Damaged, StoreError) as e:
-            self._other(e).verify(progress, threads)
+            self._other(e)._read(first, target)
 
     def _other(self, fault: FtckptError) -> Image:
         """The same shard in the next tier. Raises what went wrong here if there is none."""

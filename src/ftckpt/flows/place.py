@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import GenerationName, generation_dir
@@ -62,6 +62,8 @@ def bring(
             return 0
     manifest, data = read_manifest(store, job, location, entry)
     work = _Bring(store, job, location, going, moved)
+    for other in sorted({r.location for r in manifest.refers}):
+        bring(store, job, other, going=going, moved=moved)  # files of it hold tensors of this one
     work.plain(INTENT)  # what an interruption leaves is then known as this job's
     for small in (manifest.leaves, *(c.file for c in manifest.cursors)):
         found = read_small(store, job, location, small)
@@ -78,6 +80,9 @@ def bring(
             time.sleep(_POLL_S)
     work.small(MANIFEST, data, near=False)
     _check(store.durable, job, manifest, location, entry)
+    with suppress(StoreError):  # it is whole without
+        for draft in store.durable.leftovers(generation_dir(job, location)):
+            store.durable.remove(f"{generation_dir(job, location)}/{draft}")  # of a run that was killed
     return work.bytes
 
 

@@ -43,7 +43,7 @@ class TieredStore:
     def put(self, path: str, data: bytes, *, if_absent: bool = False) -> bool:
         """Store a small file in both, the durable one first; see ``BlobStore.put``. The answer is the durable one's."""
         stored = self.durable.put(path, data, if_absent=if_absent)
-        self.first.put(path, data, if_absent=if_absent)
+        self.first.put(path, data if stored else self.durable.get(path), if_absent=if_absent)  # of two at once the same wins in both
         return stored
 
     def writer(self, path: str, size: int) -> BlobWriter:

@@ -6,6 +6,7 @@ import pytest
 
 from ftckpt.stores.local import LocalStore
 from ftckpt.stores.memory import MemoryStore
+from ftckpt.stores.tiered import LateStore, TieredStore
 from ftckpt.testing.faults import FaultyStore
 from ftckpt.testing.store_conformance import CHECKS, ConformanceError
 
@@ -15,6 +16,8 @@ MAKERS = {
     "memory": lambda tmp: MemoryStore(),
     "memory-unmapped": lambda tmp: MemoryStore(mappable=False),
     "wrapped": lambda tmp: FaultyStore(MemoryStore()),
+    "tiers": lambda tmp: TieredStore(LocalStore(tmp / "first"), LocalStore(tmp / "durable")),
+    "opened-late": lambda tmp: LateStore("late", lambda: LocalStore(tmp / "root")),
 }
 
 
