@@ -110,14 +110,15 @@ class Placing:
     # ------------------------------------------------------------ what comes in
     def candidate(self, candidate: Candidate) -> None:
         """A generation that is whole in the first tier; committed once it is where the user wants it acknowledged."""
-        if self._store.acknowledge == DURABLE:
+        if candidate.job.config.acknowledge == DURABLE:
             self._large.put(candidate)
         else:
             self._ready(candidate)
 
     def recorded(self, job: Job, entry: Entry) -> None:
         """A generation was committed: note where it is, and bring it where it is not yet."""
-        if self._store.acknowledge == DURABLE:
+        self._config = job.config
+        if job.config.acknowledge == DURABLE:
             self._mark(entry, job)
         else:
             self._large.put(Recorded(entry, job))
@@ -190,7 +191,7 @@ class Placing:
                 if self._desk.stopping.wait(wait):
                     return SaveFailed(
                         f"{what} is not in the durable tier: {e.what}",
-                        now="it is whole in the first tier, and not committed" if self._store.acknowledge == DURABLE else "it is committed",
+                        now="what there is of it is whole in the first tier; only what has a record is committed",
                         todo="start the job again when the durable tier is back: it goes on from there",
                     )
                 wait = min(wait * 2, _SLOWEST_RETRY_S)

@@ -9,7 +9,8 @@ import typer
 from ftckpt.cli import common
 from ftckpt.cli.pin import Step, Which
 from ftckpt.cli.verify import progress_bar
-from ftckpt.errors import NotFound
+from ftckpt.errors import ConfigError, NotFound
+from ftckpt.stores.tiered import DURABLE, FIRST
 
 if TYPE_CHECKING:
     from ftckpt.domain.ledger import Entry
@@ -48,6 +49,8 @@ def cp(
     common.one_of(generation=generation, step=step)
     common.one_of(no_log=no_log, tier=tier)
     common.one_of(no_log=no_log, step=step)
+    if tier in (FIRST, DURABLE):
+        raise ConfigError(f"--tier {tier} is the name of a tier of the job's own", now="nothing was copied", todo="give another name")
     with common.opened(job, root, log, config, timeout) as parts:
         entry = None if no_log else inspect.find(parts.log, job, generation, step=step)
         location = _newest(inspect.complete(parts.store, job), job, generation) if entry is None else entry.location

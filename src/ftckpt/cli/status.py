@@ -83,7 +83,7 @@ def _render(s: Status, silent: str = "") -> Group:
     )
     head = Text(f"job {s.job}   log {s.log}   {s.generations} generations   tail {tail}")
     if s.unplaced >= 0:
-        where = ", ".join(f"{tier} ({url})" for tier, url in s.placements.items()) or "no tier that is noted"
+        where = ", ".join(f"{tier} ({url})" for tier, url in sorted(s.placements.items(), reverse=True)) or "no tier that is noted"
         waiting = f"; {s.unplaced} generations are not in the durable tier yet" if s.unplaced else ""
         head.append(f"\nthe newest generation is in {where}{waiting}")
     replicas = common.table("replica", "state", "step", "trajectory", "stands", "ranks", "seen", "detail", right=("step", "ranks"))

@@ -1,0 +1,245 @@
+"""A job with a fast first tier and a durable one behind it: losing, damaging and cutting off either, by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobkit import Jobs, Run
+
+from ftckpt import load_model
+from ftckpt.flows.verify import verify
+from ftckpt.wiring import open_log, open_store
+from unit.stores.s3_server import make_bucket, proxy, s3_server
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with s3_server() as at:
+        make_bucket(at, "tiers")
+        yield at
+
+
+class TierJobs(Jobs):
+    """Runs of one job with two tiers, with a SQLite log in a file of its own."""
+
+    def __init__(self, folder: Path, durable: str) -> None:
+        super().__init__(folder)
+        self.durable = durable
+        self.log = f"sqlite://{folder}/log.sqlite3"
+
+    def argv(self, *options: object) -> list[str]:
+        return [*super().argv(*options), "--commit-log", self.log]
+
+    def env(self, **more: str) -> dict[str, str]:
+        aws = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+        return super().env(**{**aws, "FTCKPT_DURABLE": self.durable, **more})
+
+    def steps(self, job: str = "job") -> list[int]:
+        log = open_log(self.log, job=job, root_url=str(self.root))
+        try:
+            return [e.step for e in log.entries() if e.kind == "generation"]
+        finally:
+            log.close()
+
+    def sound(self, url: str) -> list[int]:
+        """Steps of the log's generations that verify in one tier, every byte."""
+        log, store = open_log(self.log, job="job", root_url=str(self.root)), open_store(url)
+        try:
+            return [e.step for e in log.entries() if e.kind == "generation" and verify(store, "job", e.location, e).sound]
+        finally:
+            log.close()
+
+    def cli(self, *words: str, root: str = "") -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "ftckpt", *words, "--root", root or str(self.root), "--log", self.log]
+        return subprocess.run(argv, capture_output=True, text=True, env=self.env(FTCKPT_DURABLE=""), timeout=60, check=False)
+
+    def json(self, *words: str, root: str = "") -> Any:
+        done = self.cli(*words, "--json", root=root)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def shards(self, tier: Path | None = None) -> list[Path]:
+        return sorted((tier or self.root).glob("job/generations/s*/shard-*"))
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file's tensors."""
+    size = path.stat().st_size
+    with path.open("r+b") as f:
+        f.seek(size - 100)
+        byte = f.read(1)[0]
+        f.seek(size - 100)
+        f.write(bytes([byte ^ 1]))
+
+
+def resumed(run: Run) -> int:
+    assert run.status == 0, run.errors
+    return int(run.of("resumed")[0]["step"])
+
+
+@pytest.fixture
+def objects(tmp_path: Path, jobs: Jobs, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> TierJobs:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    (tmp_path / "tiers").mkdir()
+    made = TierJobs(tmp_path / "tiers", f"s3://tiers/{tmp_path.name}?endpoint=http://{endpoint}&region=us-east-1")
+    made.runtime = jobs.runtime  # so that its agents are ended with the test
+    return made
+
+
+@pytest.fixture
+def files(tmp_path: Path, jobs: Jobs) -> TierJobs:
+    (tmp_path / "tiers").mkdir()
+    (tmp_path / "durable").mkdir()
+    made = TierJobs(tmp_path / "tiers", str(tmp_path / "durable"))
+    made.runtime = jobs.runtime
+    return made
+
+
+@pytest.mark.covers("C2", "I1", "I4", "I5", "I8", "I12")
+def test_the_first_tier_is_lost_and_the_job_goes_on_from_the_object_store_bit_for_bit(objects: TierJobs, jobs: Jobs) -> None:
+    whole = jobs.run("--steps", 24, "--every", 5)
+    parts = [objects.run("--steps", 12, "--every", 5)]
+    assert objects.sound(objects.durable) == objects.sound(str(objects.root)) == [5, 10, 12]
+    shutil.rmtree(objects.root)  # another host
+    parts.append(objects.run("--steps", 24, "--every", 5))
+    assert [resumed(p) for p in parts] == [0, 12]
+    assert [x for p in parts for x in p.of("step")] == whole.of("step")
+    assert objects.sound(objects.durable) == [5, 10, 12, 15, 20, 24]
+    assert objects.sound(str(objects.root)) == [15, 20, 24]
+
+
+@pytest.mark.covers("I9", "I7")
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "manifest"])
+def test_a_damaged_first_tier_is_made_up_for_by_the_durable_one(objects: TierJobs, harm: str) -> None:
+    run = objects.run("--steps", 6, "--every", 3, "--width", 4000)
+    shard = objects.shards()[-1]
+    if harm == "flip":
+        flip(shard)
+    elif harm == "cut":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif harm == "remove":
+        shard.unlink()
+    else:
+        flip(shard.with_name("manifest.json"))
+    assert objects.sound(str(objects.root)) == [3]
+    again = objects.run("--steps", 7, "--every", 0, "--width", 4000)
+    assert resumed(again) == 6
+    assert again.of("resumed")[0]["params"] == run.of("step")[-1]["params"]
+    assert again.of("resumed")[0]["passed_over"] == []
+    assert harm == "remove" or "taken from" in again.errors
+
+
+@pytest.mark.covers("I9", "I7")
+def test_a_damaged_durable_tier_is_made_up_for_by_the_first(files: TierJobs) -> None:
+    run = files.run("--steps", 6, "--every", 3)
+    for shard in files.shards(Path(files.durable)):
+        flip(shard)
+    shutil.rmtree(files.shards()[-1].parent / "cursors")  # the two make it up together
+    again = files.run("--steps", 7, "--every", 0)
+    assert resumed(again) == 6
+    assert again.of("resumed")[0]["params"] == run.of("step")[-1]["params"]
+
+
+@pytest.mark.covers("I6", "I7", "I1")
+def test_agent_and_trainer_killed_while_copying_to_the_object_store(objects: TierJobs, endpoint: str) -> None:
+    with proxy(endpoint) as (at, flaky):
+        through = objects.durable.replace(endpoint, at)
+        objects.durable = through
+        assert resumed(objects.run("--steps", 3, "--every", 3, "--width", 60_000)) == 0
+        flaky.rule = lambda method, path: 503 if method in ("PUT", "POST") and ("uploads" in path or "uploadId" in path) else None
+        killed = objects.run("--steps", 5, "--every", 0, "--width", 60_000, "--then", "save-kill")
+        assert killed.status == -signal.SIGKILL, killed.errors
+        while not list(objects.root.glob("job/generations/s000000005*/manifest.json")):
+            pass
+        assert objects.steps() == [3]
+        for pid in objects.agents():
+            os.kill(pid, signal.SIGKILL)
+        flaky.rule = lambda method, path: None
+        again = objects.run("--steps", 6, "--every", 0, "--width", 60_000)
+        assert resumed(again) == 5
+        assert again.of("resumed")[0]["params"] == killed.of("step")[-1]["params"]
+        assert objects.steps()[:2] == [3, 5]
+        assert objects.sound(objects.durable)[:2] == [3, 5]
+
+
+@pytest.mark.covers("I8", "I13")
+def test_with_the_durable_tier_away_a_start_goes_on_from_the_first_or_not_at_all(files: TierJobs) -> None:
+    assert resumed(files.run("--steps", 5, "--every", 5)) == 0
+    durable, aside = Path(files.durable), Path(files.durable + "-unmounted")
+    durable.rename(aside)
+    run = files.run("--steps", 7, "--every", 100, FTCKPT_ACKNOWLEDGE="first")
+    assert resumed(run) == 5
+    assert not durable.exists()
+    aside.rename(durable)
+    assert resumed(files.run("--steps", 8, "--every", 100)) == 7
+    assert files.sound(files.durable) == [5, 7, 8]
+    durable.rename(aside)
+    flip(files.shards()[-1].with_name("manifest.json"))
+    stuck = files.run("--steps", 9, "--every", 0)
+    assert stuck.status not in (0, -9)
+    assert "does not answer" in stuck.errors
+    assert not stuck.of("resumed")
+    shutil.rmtree(files.root)
+    lost = files.run("--steps", 9, "--every", 0)
+    assert lost.status not in (0, -9), lost.errors
+    assert not lost.of("resumed")
+
+
+@pytest.mark.covers("F30", "I8")
+def test_both_tiers_stay_bound_to_the_job_its_log_and_each_other(files: TierJobs, tmp_path: Path) -> None:
+    assert resumed(files.run("--steps", 5, "--every", 5)) == 0
+    (tmp_path / "other").mkdir()
+    for durable, why in ((str(tmp_path / "other"), "is the first tier of"), ("", "no durable tier was given")):
+        refused = files.run("--steps", 6, FTCKPT_DURABLE=durable)
+        assert refused.status not in (0, -9)
+        assert why in refused.errors
+        assert not refused.of("resumed")
+    shutil.rmtree(Path(files.durable) / "job")
+    emptied = files.run("--steps", 6)
+    assert emptied.status not in (0, -9)
+    assert "not mounted, or was emptied" in emptied.errors
+    shutil.rmtree(files.root)
+    nowhere = files.run("--steps", 6)
+    assert nowhere.status not in (0, -9)
+    assert "no generation of job 'job' can be loaded" in nowhere.errors
+
+
+@pytest.mark.covers("I9", "F79")
+def test_the_verbs_show_where_generations_are_and_read_from_either(objects: TierJobs, tmp_path: Path) -> None:
+    run = objects.run("--steps", 6, "--every", 3)
+    listed = objects.json("ls", "job")
+    assert [line["tiers"] for line in listed["entries"] if line["payload"]] == [{"first": "complete", "durable": "complete"}] * 2
+    shard = objects.shards()[-1]
+    shutil.rmtree(shard.parent)
+    line = objects.json("ls", "job")["entries"][0]
+    assert (line["tiers"]["first"], line["tiers"]["durable"], line["payload"]) == ("missing", "complete", "complete")
+    assert set(line["placements"]) == {"first", "durable"}
+    assert set(objects.json("show", "job")["placements"]) == {"first", "durable"}
+    status = objects.json("status", "job")
+    assert (set(status["placements"]), status["unplaced"]) == ({"first", "durable"}, 0)
+    assert "the newest generation is in first" in objects.cli("status", "job").stdout
+    rooms = objects.json("du", "job")["rooms"]
+    assert sorted((r["tier"], r["step"]) for r in rooms if r["kind"] == "generation") == [("durable", 3), ("durable", 6), ("first", 3)]
+    assert all(report["sound"] for report in objects.json("verify", "job", "--all"))
+    choice = objects.json("resume", "job", "--dry-run")
+    assert (choice["step"], choice["passed_over"]) == (6, [])
+    copied = objects.json("cp", "job", str(tmp_path / "copy"))
+    assert copied["copied"]["step"] == 6
+    assert len(objects.json("ls", "job", root=objects.durable)["entries"]) == len(listed["entries"])
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
+    load_model("job", model, root=str(objects.root), log=objects.log)
+    from ftckpt import digest_of
+
+    assert digest_of(model) == run.of("step")[-1]["params"]
