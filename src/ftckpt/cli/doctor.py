@@ -25,6 +25,8 @@ def doctor(
     json: common.Json = False,
 ) -> None:
     """Check settings, root, commit log, memory, network and versions; exit status 1 if anything is wrong."""
+    from rich.markup import escape
+
     from ftckpt.config import launch, reading
     from ftckpt.flows.doctor import examine
 
@@ -36,7 +38,7 @@ def doctor(
         styles = {"ok": "green", "note": "yellow", "wrong": "red"}
         table = common.table("", "check", "found")
         for c in checks:
-            table.add_row(f"[{styles[c.grade]}]{c.grade}[/]", c.name, c.text + (f" To do: {c.todo}" if c.todo else ""))
+            table.add_row(f"[{styles[c.grade]}]{c.grade}[/]", c.name, escape(c.text + (f"\nTo do: {c.todo}" if c.todo else "")))
         common.console().print(table)
     if any(c.grade == "wrong" for c in checks):
         raise typer.Exit(1)

@@ -54,12 +54,11 @@ def ls(
     )
     for line in lines:
         e = line.entry
-        standing = line.standing + (f", pinned: {line.pin}" if line.pin is not None else "")
+        standing = ("start" if line.standing == "open" else line.standing) + (f", pinned: {line.pin}" if line.pin is not None else "")
         tiers = "" if not line.tiers else f" ({', '.join(f'{tier}: {text}' for tier, text in line.tiers.items())})"
         payload = line.payload + tiers if e.kind == "generation" else "start from zero" if e.from_zero else f"start from #{e.base}"
-        table.add_row(
-            str(e.index), str(e.step), e.trajectory[:8], common.size(e.bytes), common.when(e.time), e.writer, standing, payload, e.location
-        )
+        size = common.size(e.bytes) if e.kind == "generation" else ""
+        table.add_row(str(e.index), str(e.step), e.trajectory[:8], size, common.when(e.time), e.writer, standing, payload, e.location)
     out.print(table if lines else f"job {job} has no generation in its log ({found.log})", markup=False)
     if len(lines) < len(found.lines):
         out.print(f"{len(found.lines) - len(lines)} older ones are not shown (--limit 0 shows all)", markup=False)

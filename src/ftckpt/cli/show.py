@@ -27,6 +27,7 @@ def show(
     log: common.Log = None,
     config: common.Config = None,
     timeout: common.Timeout = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", help="How many tensors; 0 for all.", min=0)] = 100,
     json: common.Json = False,
 ) -> None:
     """Show one generation: states, shards, cursors, participants and tensors."""
@@ -39,16 +40,16 @@ def show(
     if json:
         common.print_json(found)
         return
-    _print(found)
+    _print(found, limit)
 
 
-def _print(found: Detail) -> None:
+def _print(found: Detail, limit: int) -> None:
     out = common.console()
     m, e = found.manifest, found.entry
     head = f"#{e.index}  step {m.step}  {found.location}" if e is not None else found.location
     out.print(head, markup=False, style="bold")
     out.print(
-        f"written {common.when(m.created)} by {m.writer}, {m.group_world_size} ranks per group; {common.size(m.payload_bytes)}",
+        f"written {common.when(m.created)} by {m.writer}, {m.group_world_size} rank{'s' * (m.group_world_size != 1)} per group; {common.size(m.payload_bytes)}",
         markup=False,
     )
     out.print(f"trajectory {m.trajectory.h}", markup=False)
@@ -72,9 +73,12 @@ def _print(found: Detail) -> None:
     for p in found.participants:
         people.add_row(p.replica, str(p.count), "missing" if p.cursor is None else str(p.cursor))
     tensors = common.table("tensor", "dtype", "shape", "bytes", right=("bytes",))
-    for t in found.tensors:
+    shown = found.tensors[: limit or None]
+    for t in shown:
         tensors.add_row(t.name, t.dtype, "x".join(map(str, t.shape)) or "scalar", common.size(t.bytes))
-    for alias, name in sorted(found.aliases.items()):
+    for alias, name in sorted(found.aliases.items())[: limit or None]:
         tensors.add_row(alias, "", f"same memory as {name}", "")
     for table in (states, files, people, tensors):
         out.print(table, markup=False)
+    if len(shown) < len(found.tensors):
+        out.print(f"{len(found.tensors) - len(shown)} more tensors are not shown (--limit 0 shows all)", markup=False)

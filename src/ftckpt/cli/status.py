@@ -58,11 +58,14 @@ def _follow(now: Status, look: Callable[[], Status], every: float, json: bool) -
     """Show it again and again. A log that is silent for a while is said, beside what was seen last."""
     from rich.live import Live
 
-    with nullcontext() if json else Live(_render(now), console=common.console(), auto_refresh=False) as live:
+    out = common.console()
+    with nullcontext() if json or not out.is_terminal else Live(_render(now), console=out, auto_refresh=False) as live:
         silent = ""
         while True:
-            if live is None:
+            if json:
                 common.print_line({"error": silent} if silent else now)
+            elif live is None:  # into a pipe or a file: one below the other
+                out.print(f"--- {common.when(now.time)}", _render(now, silent), sep="\n")
             else:
                 live.update(_render(now, silent), refresh=True)
             time.sleep(every)

@@ -331,4 +331,5 @@ def _versions() -> Iterator[Check]:
 
 
 def _mib(n: float) -> str:
-    return f"{n / (1 << 20):,.1f} MiB"
+    mib = n / (1 << 20)
+    return f"{mib:,.1f} MiB" if mib >= 0.1 or not n else f"{n / 1024:,.1f} KiB"

@@ -103,6 +103,23 @@ def test_a_replica_started_again_and_again_has_one_line_and_none_once_it_is_gone
     assert status(job.log, job.store, JOB).replicas == ()
 
 
+@pytest.mark.timeout(60)
+def test_the_live_view_into_a_pipe_is_shown_again_and_again(job: World) -> None:
+    argv = [sys.executable, "-m", "ftckpt", "status", JOB, "--root", str(job.root), "--watch", "0.2"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FTCKPT_")}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True)
+    try:
+        assert process.stdout is not None
+        seen = 0
+        while seen < 3:
+            text = process.stdout.readline()
+            assert text, process.communicate()
+            seen += text.startswith("--- ")
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.skipif(not have_etcd(), reason="needs etcd")
 @pytest.mark.covers("F65", "F79")
 @pytest.mark.timeout(90)

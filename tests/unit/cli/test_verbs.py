@@ -74,6 +74,14 @@ def test_show_takes_index_directory_or_step(ftckpt: Any, job: World) -> None:
     assert "model/weight" in ftckpt("show", JOB).out
 
 
+def test_show_lists_as_many_tensors_as_are_asked_for(ftckpt: Any, job: World) -> None:
+    few = ftckpt("show", JOB, "--limit", "1").out
+    assert "model/bias" in few
+    assert "model/weight" not in few
+    assert "2 more tensors are not shown" in few
+    assert "not shown" not in ftckpt("show", JOB, "--limit", "0").out
+
+
 @pytest.mark.covers("F3", "I9", "F79")
 def test_verify_names_the_damaged_file_and_ends_with_4(ftckpt: Any, job: World) -> None:
     assert ftckpt("verify", JOB, "--all").status == 0
@@ -334,6 +342,32 @@ def commands() -> dict[str, Any]:
 
 
 SILENT = {"run", "agent"}  # print no data of their own
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F79", "F3", "F26", "F65")
+@pytest.mark.timeout(90)
+def test_processes_end_with_a_status_of_their_own_for_each_kind_of_trouble(job: World, tmp_path: Path) -> None:
+    def status(*argv: str) -> tuple[int, str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("FTCKPT_")}
+        command = [sys.executable, "-m", "ftckpt", *argv, "--json", "--root", str(job.root)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path)
+        if ran.returncode in (0, 4):  # nothing, or exactly one document
+            json.loads(ran.stdout or "null")
+        else:
+            assert ran.stdout == ""
+            assert "To do:" in ran.stderr
+        return ran.returncode, ran.stderr
+
+    flip(job.store, job.path(job.entries[1], SHARD))
+    assert status("ls", JOB)[0] == 0
+    assert status("ls", "nobody")[0] == 3
+    assert status("show", JOB, "--step", "7")[0] == 3
+    assert status("verify", JOB)[0] == 4
+    assert status("ls", JOB, "--log", "etcd://127.0.0.1:9", "--timeout", "0.5")[0] == 5
+    assert status("resume", JOB, "--step", "5", "--fresh", "--dry-run")[0] == 2
+    (job.root / JOB / "commit-log.sqlite3").unlink()
+    assert status("resume", JOB, "--dry-run")[0] == 7
 
 
 @pytest.mark.covers("F79")
