@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,30 +10,30 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftckpt import config
 from ftckpt.config import Settings
-from ftckpt.domain.policy import Moment, Never, Policy
+from ftckpt.domain.policy import Never, Policy
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import ConfigError, DeadlineExceeded, SaveFailed
+from ftckpt.errors import ConfigError, DeadlineExceeded
 from ftckpt.link.client import AgentClient
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer import exiting
 from ftckpt.trainer.background import Background
-from ftckpt.trainer.events import Captured, E, Events, Saving
+from ftckpt.trainer.events import E, Events
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.joining import Joining
-from ftckpt.trainer.loaders import Loaders
+from ftckpt.trainer.loaders import Loaders, is_loader
 from ftckpt.trainer.loading import GenerationLoader, LoadOptions
-from ftckpt.trainer.opening import bind_root, open_agent, open_parts
+from ftckpt.trainer.opening import open_agent, open_parts
 from ftckpt.trainer.orphans import DataPolicy
 from ftckpt.trainer.replicas.base import Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.resuming import Resumer, ResumeReport
 from ftckpt.trainer.samples import SampleLedger
-from ftckpt.trainer.saving import Saver
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.starting import Starter
 from ftckpt.trainer.states import Scope, StateRegistry
 from ftckpt.trainer.tail import TailReader
+from ftckpt.trainer.training import Training
 from ftckpt.trainer.warmstart import WarmOptions, WarmReport
 
 if TYPE_CHECKING:
@@ -71,9 +70,6 @@ class Checkpointer:
         self._loader = GenerationLoader(store, log, settings.job, group, self.registry, self._loaders)
         self._replica: Replica | None = None
         self._manager: FtManager | None = None
-        self._saver: Saver | None = None
-        self._ordinals = itertools.count(1)
-        self._bound = False
         self._events = Events()
         self._starter = Starter(
             settings.job, self.registry, self._make_resumer, self._tail, self._events,
@@ -85,7 +81,9 @@ class Checkpointer:
             settings, group, self._session, log, self._tail, self._ledger, self._background, self._events,
             reload=lambda index: self._make_resumer().reload(index),
         )  # fmt: skip
-        self._last: Outcome | None = None
+        self._training = Training(
+            settings, policy, group, store, self._session, self._loaders, self._tail, self._background, self._events
+        )  # fmt: skip
         self._resumer: Resumer | None = None
         self._resumed = self._closed = False
 
@@ -165,12 +163,12 @@ class Checkpointer:
             return
         self._closed = True
         try:
-            if ending and self._saver is not None and self._last is not None and self._due(ending=True):
-                self._save({})
+            if ending and self._resumed:
+                self._training.end(self.replica)
             if ending and self._session.client.alive:
                 self._session.client.drain(self.settings.deadlines.close_s)
                 self._events.poll()
-                self._bind()
+                self._training.bind()
             self._session.client.raise_pending()
         finally:
             if self._replica is not None:
@@ -252,7 +250,7 @@ class Checkpointer:
                 now="nothing was changed",
                 todo="register every state before resume()",
             )
-        if kind == "auto" and scope == "shared" and _is_loader(obj):
+        if kind == "auto" and scope == "shared" and is_loader(obj):
             self._loaders.add(name, obj, cursor=cursor)
         else:
             self.registry.add(name, obj, kind=kind, scope=scope, only_trainable=only_trainable)
@@ -365,16 +363,14 @@ class Checkpointer:
 
     def _ready(self, report: ResumeReport) -> None:
         """Prepare for training from what was loaded."""
-        self._saver = Saver(self._session, self.replica, self._loaders, self._tail, self._ordinals)
-        self._saver.base = report.generation if report.generation is not None else -1
-        self._saver.last_step = report.step
+        self._training.begin(self.replica, report)
         self._session.prepare(self._session.full)
         if self._session.client.arena is not None:
             self._joining.sized(self._session.client.arena.slot_bytes)  # with room for what optimizers will hold after a step
         self._loader.restore_rng()
         self._resumed = True
         self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
-        self._tell(force=True)
+        self._training.tell(self.replica, force=True)
 
     def _await_agent(self) -> None:
         """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
@@ -431,21 +427,7 @@ class Checkpointer:
             Diverged: this state is not on the log's trajectory: end this process.
         """
         self._need_resumed("step()")
-        outcome = self.replica.outcome()
-        if outcome.committed:
-            self._last = outcome
-        if isinstance(self._replica, SoloReplica) and (tail := self._tail.known()) is not None:
-            self._replica.knows_tail(tail.step)
-        self._bind()
-        failure = self._background.failure(
-            self.replica
-        )  # raised last: the step was made, and its own save must not be missed for an earlier one's
-        if outcome.committed and self._due(ending=False):
-            self._save(metrics or {})
-        self._tell()
-        if failure is not None:
-            raise failure
-        return outcome
+        return self._training.step(self.replica, metrics or {})
 
     @property
     def committed(self) -> bool:
@@ -466,10 +448,7 @@ class Checkpointer:
             ConfigError: nothing was committed since ``resume()``.
         """
         self._need_resumed("save()")
-        self._background.check(self.replica)
-        if self._last is None:
-            self._last = self._standing()
-        handle = self._save(metrics or {})
+        handle = self._training.save(self.replica, metrics or {})
         if wait:
             handle.wait(self.settings.deadlines.close_s if wait is True else float(wait))
         return handle
@@ -498,55 +477,6 @@ class Checkpointer:
             )
         return self._replica
 
-    # ------------------------------------------------------------------ inside
-    def _save(self, metrics: Mapping[str, float]) -> SaveHandle:
-        if self._saver is None or self._last is None:
-            raise ConfigError("save() needs a resumed job", todo="call resume() first")
-        if self.replica.blank or self.replica.trajectory.step < 0:
-            raise SaveFailed(
-                "this replica gave its state up and waits for a peer's", now="nothing was saved", todo="save after the next committed step"
-            )
-        self._events.tell(Saving(step=self.replica.step))
-        handle = self._saver.save(self._last, metrics)
-        if handle.captured:
-            self._events.tell(Captured(step=handle.step, writer=handle.writer, bytes=handle.bytes, seconds=handle.seconds))
-            self._events.follow(handle)
-        return handle
-
-    def _standing(self) -> Outcome:
-        """The live state as if just committed (a save before the first step of this process)."""
-        member = self.replica.member
-        if self._manager is not None:
-            raise ConfigError("nothing was committed since resume()", todo="save after a committed step")
-        return Outcome(
-            committed=True, contributed=True, healed=False, step=self.replica.step, members=(member,), present=(member,), writer=True
-        )
-
-    def _due(self, *, ending: bool) -> bool:
-        saver = self._saver
-        if saver is None or self.replica.blank:
-            return False
-        step = self.replica.step
-        return self.policy.due(Moment(step, step - saver.last_step, ending))
-
-    def _bind(self) -> None:
-        """Once the log has an entry, the root names it, so that a start with another log is refused."""
-        tail = None if self._bound or self.group.rank != 0 else self._tail.known()
-        if tail is not None:
-            self._bound = True
-            bind_root(self.settings, self._store, tail)
-
-    def _tell(self, *, force: bool = False) -> None:
-        self._background.tell(self.replica, writer=self._last is not None and self._last.writer, force=force)
-
     def _need_resumed(self, call: str) -> None:
         if not self._resumed:
             raise ConfigError(f"{call} needs a resumed job", todo="call resume() after register()")
-
-
-def _is_loader(obj: Any) -> bool:
-    """Whether something is iterated for batches: torch's and torchdata's loaders, and whatever says so itself."""
-    if getattr(obj, "is_ftckpt_loader", False):
-        return True
-    names = {c.__name__ for c in type(obj).__mro__}
-    return bool(names & {"DataLoader", "StatefulDataLoader"}) and hasattr(obj, "__iter__")

@@ -192,3 +192,11 @@ class Loaders:
 def _included(replica: Replica) -> int:
     """Draws of this replica that are included in the live state."""
     return replica.counts.get(replica.member, 0)
+
+
+def is_loader(obj: Any) -> bool:
+    """Whether something is iterated for batches: torch's and torchdata's loaders, and whatever says so itself."""
+    if getattr(obj, "is_ftckpt_loader", False):
+        return True
+    names = {c.__name__ for c in type(obj).__mro__}
+    return bool(names & {"DataLoader", "StatefulDataLoader"}) and hasattr(obj, "__iter__")

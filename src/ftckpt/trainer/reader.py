@@ -78,9 +78,6 @@ class ReadOnlyCheckpointer(Checkpointer):
         self._need_resumed("save()")
         return NotSaved(self.replica.step, self.replica.trajectory.h, None, lambda: (None, None))
 
-    def _save(self, metrics: Any) -> SaveHandle:
-        return self.save()
-
     def _ready(self, report: ResumeReport) -> None:
         self._loader.restore_rng()
         self._resumed = True

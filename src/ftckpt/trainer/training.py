@@ -1,0 +1,126 @@
+"""What a resumed rank does step by step: count the step, save where the policy says so, say where training stands. Decides no commit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from ftckpt.config import Settings
+from ftckpt.domain.policy import Moment, Policy
+from ftckpt.errors import ConfigError, SaveFailed
+from ftckpt.ports import BlobStore
+from ftckpt.trainer.background import Background
+from ftckpt.trainer.events import Captured, Events, Saving
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.handle import SaveHandle
+from ftckpt.trainer.loaders import Loaders
+from ftckpt.trainer.opening import bind_root
+from ftckpt.trainer.replicas.base import Outcome, Replica
+from ftckpt.trainer.replicas.solo import SoloReplica
+from ftckpt.trainer.resuming import ResumeReport
+from ftckpt.trainer.saving import Saver
+from ftckpt.trainer.session import Session
+from ftckpt.trainer.tail import TailReader
+
+
+class Training:
+    """The steps and saves of one rank, over all its resumes. Main thread.
+
+    Args:
+        policy: when to save.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy,
+        group: Group,
+        store: BlobStore,
+        session: Session,
+        loaders: Loaders,
+        tail: TailReader,
+        background: Background,
+        events: Events,
+    ) -> None:
+        self._settings, self._policy, self._group, self._store = settings, policy, group, store
+        self._session, self._loaders, self._tail = session, loaders, tail
+        self._background, self._events = background, events
+        self._ordinals = itertools.count(1)  # of this process's saves: attempts are named by them
+        self._saver: Saver | None = None
+        self._last: Outcome | None = None  # of the newest committed step
+        self._bound = False
+
+    def begin(self, replica: Replica, report: ResumeReport) -> None:
+        """Go on from what was loaded."""
+        self._saver = Saver(self._session, replica, self._loaders, self._tail, self._ordinals)
+        self._saver.base = report.generation if report.generation is not None else -1
+        self._saver.last_step = report.step
+
+    def step(self, replica: Replica, metrics: Mapping[str, float]) -> Outcome:
+        """As ``Checkpointer.step``."""
+        outcome = replica.outcome()
+        if outcome.committed:
+            self._last = outcome
+        if isinstance(replica, SoloReplica) and (tail := self._tail.known()) is not None:
+            replica.knows_tail(tail.step)
+        self.bind()
+        failure = self._background.failure(
+            replica
+        )  # raised last: the step was made, and its own save must not be missed for an earlier one's
+        if outcome.committed and self._due(replica, ending=False):
+            self._save(replica, metrics)
+        self.tell(replica)
+        if failure is not None:
+            raise failure
+        return outcome
+
+    def save(self, replica: Replica, metrics: Mapping[str, float]) -> SaveHandle:
+        """As ``Checkpointer.save``, without waiting."""
+        self._background.check(replica)
+        if self._last is None:
+            self._last = _standing(replica)
+        return self._save(replica, metrics)
+
+    def end(self, replica: Replica) -> None:
+        """A last save, where the policy says so."""
+        if self._last is not None and self._due(replica, ending=True):
+            self._save(replica, {})
+
+    def tell(self, replica: Replica, *, force: bool = False) -> None:
+        """Say where training stands."""
+        self._background.tell(replica, writer=self._last is not None and self._last.writer, force=force)
+
+    def bind(self) -> None:
+        """Once the log has an entry, the root names it, so that a start with another log is refused."""
+        tail = None if self._bound or self._group.rank != 0 else self._tail.known()
+        if tail is not None:
+            self._bound = True
+            bind_root(self._settings, self._store, tail)
+
+    # ------------------------------------------------------------------ inside
+    def _due(self, replica: Replica, *, ending: bool) -> bool:
+        if self._saver is None or replica.blank:
+            return False
+        return self._policy.due(Moment(replica.step, replica.step - self._saver.last_step, ending))
+
+    def _save(self, replica: Replica, metrics: Mapping[str, float]) -> SaveHandle:
+        if self._saver is None or self._last is None:
+            raise ConfigError("save() needs a resumed job", todo="call resume() first")
+        if replica.blank or replica.trajectory.step < 0:
+            raise SaveFailed(
+                "this replica gave its state up and waits for a peer's", now="nothing was saved", todo="save after the next committed step"
+            )
+        self._events.tell(Saving(step=replica.step))
+        handle = self._saver.save(self._last, metrics)
+        if handle.captured:
+            self._events.tell(Captured(step=handle.step, writer=handle.writer, bytes=handle.bytes, seconds=handle.seconds))
+            self._events.follow(handle)
+        return handle
+
+
+def _standing(replica: Replica) -> Outcome:
+    """The live state as if just committed (a save before the first step of this process)."""
+    if not isinstance(replica, SoloReplica):
+        raise ConfigError("nothing was committed since resume()", todo="save after a committed step")
+    member = replica.member
+    return Outcome(committed=True, contributed=True, healed=False, step=replica.step, members=(member,), present=(member,), writer=True)
