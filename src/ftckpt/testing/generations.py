@@ -15,25 +15,31 @@ from ftckpt.domain.ledger import Append, Entry, Participant, judge
 from ftckpt.domain.names import GenerationName, attempt_id, cursor_file, generation_dir, member_id, shard_file
 from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
 from ftckpt.errors import TailMoved
+from ftckpt.flows.read import open_shard, read_manifest
+from ftckpt.format.gather import Gathered
 from ftckpt.format.leaves import encode_leaves, encode_tree
 from ftckpt.format.manifest import (
     CURSORS,
     INTENT,
     LEAVES,
     MANIFEST,
+    MANIFEST_VERSION,
     RECEIPTS,
+    REFERRING_VERSION,
     Cursor,
     CursorInfo,
     FileInfo,
     Intent,
     Manifest,
     Receipt,
+    Referred,
     ShardInfo,
     StateInfo,
     encode,
     record,
     sha256,
 )
+from ftckpt.format.reuse import Key, Place, box_digests, holder_of, known_boxes, reduce
 from ftckpt.format.shard import plan_image, write_shard
 from ftckpt.ports import BlobStore, CommitLog
 
@@ -69,6 +75,7 @@ def write_generation(
     manifest: bool = True,
     metrics: Mapping[str, float] | None = None,
     created: float | None = None,
+    reuse: bool = False,
 ) -> Entry:
     """Write a generation as trainer and agents would, and append its record.
 
@@ -83,6 +90,7 @@ def write_generation(
         commit: whether to append the record (else the writer "died" before it).
         manifest: whether to write the manifest (else it "died" before that).
         created: seconds since the epoch; now when left out.
+        reuse: leave out what the tail has already, if it is a generation on this trajectory.
 
     Returns:
         The entry as appended, or as it would have been (index -1).
@@ -107,10 +115,14 @@ def write_generation(
         created=stamp,
     )
     store.put(f"{base}/{INTENT}", encode(intent), if_absent=True)
-    shards = tuple(_shard(store, base, tensors, rank, ranks) for rank in range(ranks))
+    before = tail if reuse and tail is not None and tail.kind == "generation" and at.holds(tail.trajectory) else None
+    stored = [_shard(store, job, location, tensors, rank, ranks, before, digests=reuse) for rank in range(ranks)]
+    shards = tuple(info for info, _ in stored)
+    refers = tuple(r for _, refers in stored for r in refers)
     small = _put(store, base, LEAVES, encode_leaves({k: encode_tree(v) for k, v in (leaves or {}).items()}))
     cursors = tuple(_cursor(store, base, at, replica, rank, ranks) for replica in replicas for rank in range(ranks))
     document = Manifest(
+        version=REFERRING_VERSION if refers else MANIFEST_VERSION,
         job=job,
         log=_uuid(log),
         known_tail=tail.index if tail is not None else -1,
@@ -133,6 +145,8 @@ def write_generation(
         },
         metrics=dict(metrics or {}),
         created=stamp,
+        refers=refers,
+        via=(before.index,) if before is not None and refers else (),
     )
     data = encode(document)
     entry = record(document, data, location)
@@ -207,15 +221,34 @@ def _uuid(log: CommitLog | None) -> str:
     return log.uuid()
 
 
-def _shard(store: BlobStore, base: str, tensors: Arrays, rank: int, ranks: int) -> ShardInfo:
+def _shard(
+    store: BlobStore, job: str, location: str, tensors: Arrays, rank: int, ranks: int, before: Entry | None, *, digests: bool
+) -> tuple[ShardInfo, tuple[Referred, ...]]:
     own = {name: np.ascontiguousarray(tensors[name]).reshape(np.shape(tensors[name])) for name in sorted(tensors)[rank::ranks]}
     table = plan_image([(name, str(a.dtype), a.shape, (0,) * a.ndim, a.shape) for name, a in own.items()])
-    image = bytearray(table.image_bytes)
+    image = memoryview(bytearray(table.image_bytes))
     for t in table.tensors:
         image[t.chunks[0].begin : t.chunks[0].end] = own[t.name].tobytes()
-    _, info = write_shard(store, f"{base}/{shard_file(rank, ranks)}", rank, table, memoryview(image))
+    base = generation_dir(job, location)
+    path, source, refers = f"{base}/{shard_file(rank, ranks)}", Gathered(image, [(0, table.image_bytes)]), tuple[Referred, ...]()
+    if digests:
+        known = _known(store, job, before, rank)
+        table, source, refers = reduce(table, image, box_digests(table, image), known, {place.holder for place in known.values()})
+    _, info = write_shard(store, path, rank, table, source)
     store.put(f"{base}/{RECEIPTS}/r{rank:05d}.json", encode(Receipt(rank=rank, shard=info)))
-    return info
+    return info, refers
+
+
+def _known(store: BlobStore, job: str, before: Entry | None, rank: int) -> dict[Key, Place]:
+    """What the generation before has, as an agent that starts anew learns it."""
+    if before is None:
+        return {}
+    manifest, _ = read_manifest(store, job, before.location, before)
+    for info in (s for s in manifest.shards if s.rank == rank):
+        reader, image = open_shard(store, job, before.location, info)
+        with reader:
+            return known_boxes(image.table, holder_of(before.location, info))
+    return {}
 
 
 def _cursor(store: BlobStore, base: str, at: Trajectory, replica: str, rank: int, ranks: int) -> CursorInfo:

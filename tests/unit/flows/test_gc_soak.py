@@ -17,6 +17,7 @@ from ftckpt.domain.names import attempt_id
 from ftckpt.domain.retention import plan
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.errors import FtckptError, LogAmbiguous, LogError, LogUnreachable, StoreError
+from ftckpt.flows import select
 from ftckpt.flows.gc import collect
 from ftckpt.flows.read import read_manifest
 from ftckpt.flows.select import choose
@@ -115,7 +116,8 @@ class ShakyLog(MemoryLog):
 class Job:
     """A writer that dies at every failure and starts anew, and the history of all that was ever committed."""
 
-    def __init__(self, seed: int, policy: Keep) -> None:
+    def __init__(self, seed: int, policy: Keep, reuse: bool = False) -> None:
+        self.reuse = reuse
         self.weather = Weather(seed, 0.01)
         self.inner, self.log, self.policy = RenamingStore(), ShakyLog(JOB), policy
         self.log.weather = self.weather
@@ -136,9 +138,13 @@ class Job:
         at = walk(JOB, self.at.step + 1, after=self.at)
         attempt = attempt_id(at.h, "soak", self.tries)
         loss = self.weather.random.random()
-        tensors = {"model/w": np.full(8, at.step, np.float32)}
+        tensors = {
+            "model/w": np.full(8, at.step, np.float32),
+            "model/frozen": np.arange(400, dtype=np.float32),
+            "ema/w": np.full(400, at.step // 20, np.float32),
+        }
         try:
-            write_generation(self.store, self.log, JOB, at.step, tensors, at, attempt=attempt, metrics={"loss": loss})
+            write_generation(self.store, self.log, JOB, at.step, tensors, at, attempt=attempt, metrics={"loss": loss}, reuse=self.reuse)
         except FtckptError:
             self.note()
             if own_entry(self.ever.values(), attempt) is None:
@@ -174,15 +180,18 @@ class Job:
         """What must hold at every moment (I7)."""
         there = [e for e in MemoryLog.entries(self.log) if e.kind == "generation"]
         assert len(there) >= min(least, len(self.ever))
-        assert all(verify(self.inner, JOB, e.location, e, full=False).sound for e in there[-least:])
+        assert all(verify(self.inner, JOB, e.location, e, full=False).sound for e in (there if self.reuse else there[-least:]))
         assert {e.location for e in there} <= set(self.inner.listdir(f"{JOB}/generations"))  # no record without payload
         assert self.pins <= {e.index for e in there}
 
 
 @pytest.mark.covers("I7", "I1", "F16", "B3", "A12")
-@pytest.mark.parametrize("seed", [1, 2])
-def test_five_hundred_generations_in_bad_weather_leave_exactly_what_the_policy_says(seed: int) -> None:
-    job = Job(seed, parse_keep("last:3,every:50,best:loss:min"))
+@pytest.mark.parametrize(("seed", "reuse"), [(1, False), (2, False), (1, True), (2, True)])
+def test_five_hundred_generations_in_bad_weather_leave_exactly_what_the_policy_says(
+    seed: int, reuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "UNREAD_PAUSES_S", ())
+    job = Job(seed, parse_keep("last:3,every:50,best:loss:min"), reuse)
     dice = random.Random(seed)
     while len(job.ever) < 500:
         if not job.save():
@@ -202,7 +211,7 @@ def test_five_hundred_generations_in_bad_weather_leave_exactly_what_the_policy_s
         assert time.monotonic() < end
         time.sleep(0.05)
     before = collect(job.log, job.store, JOB, job.policy, drain_s=1.0)
-    unasked = {left.path.rpartition("/")[2] for left in before.plan.leftovers if not left.rubbish}
+    unasked = {left.path.rpartition("/")[2] for left in before.plan.leftovers if not (left.rubbish or left.shared)}
     assert not unasked & {e.location for e in job.ever.values()}  # only what was never recorded waits for the user's word
     assert len(unasked) <= 20
     for _ in range(2):
@@ -210,7 +219,10 @@ def test_five_hundred_generations_in_bad_weather_leave_exactly_what_the_policy_s
     expected = plan(job.policy, [job.ever[i] for i in sorted(job.ever)], pins=job.pins).kept
     left = job.log.entries()
     assert tuple(e.index for e in left) == expected
-    assert sorted(job.inner.listdir(f"{JOB}/generations")) == sorted(e.location for e in left)
+    shared = {location for e in left for location in e.refers}
+    assert bool(shared) == reuse
+    assert set(job.inner.listdir(f"{JOB}/generations")) == {e.location for e in left} | shared
     assert job.inner.leftovers(f"{JOB}/generations") == []
-    assert (report.removed, report.failed, report.plan.leftovers) == ((), (), ())
+    assert (report.removed, report.failed, [x for x in report.plan.leftovers if not x.shared]) == ((), (), [])
+    assert job.log.withdrawn().keys() == {x.index for x in report.plan.leftovers}
     assert all(verify(job.inner, JOB, e.location, e).sound for e in left)
