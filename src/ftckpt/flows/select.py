@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from ftckpt.domain.ledger import Append, Entry, judge, own_entry
-from ftckpt.domain.lineage import Found, LogView, chain_to, vouched
+from ftckpt.domain.lineage import Found, LogView, adoptable, chain_to, vouched
 from ftckpt.domain.sources import Choice, Fault, MemoryCapture, Newest, Probe, Refusal, Request, Situation, decide
 from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, LogUnreachable, StoreError, TailMoved, Withdrawn
 from ftckpt.flows.place import bring, check_bound
@@ -29,6 +29,7 @@ logger = logging.getLogger("ftckpt")
 
 Level = Literal["headers", "full"]
 ROUNDS = 8  # how often the choice begins anew when the tail moves meanwhile
+OVERTAKEN = 2  # times that somebody else was quicker to append a finished generation: then its writers live, and commit on their own
 UNREAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Waits between tries to read a generation while the store fails: taking an older one leaves the newer ones behind for good."""
 
@@ -108,6 +109,7 @@ def choose(
             findings[location] = _patiently(lambda: verify(at_hand, job, location, entry, full=level, progress=progress).fault, pauses)
         return findings[location]
 
+    overtaken = 0
     for _ in range(ROUNDS):
         at = look(log, at_hand, job, memory, timeout=timeout)
         choice = (
@@ -117,8 +119,19 @@ def choose(
             _rebind(log, store, job)
         if choice.source != "durable" or not adopt:
             return choice
-        adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
-    raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
+        overtaken += not adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
+        if overtaken >= OVERTAKEN:
+            break
+    at = _recorded(look(log, at_hand, job, memory, timeout=timeout))
+    if at.log.tail is None:
+        raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
+    return _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)
+
+
+def _recorded(at: Situation) -> Situation:
+    """Without finished generations that have no record yet: whoever writes them faster than they can be adopted here commits them, too."""
+    waiting = {f.location for f in adoptable(at.log, at.found)}
+    return msgspec.structs.replace(at, found=tuple(f for f in at.found if f.location not in waiting))
 
 
 def _gap(store: BlobStore, job: str) -> StoreError | None:

@@ -74,6 +74,24 @@ def test_a_store_that_fails_for_a_while_costs_no_generation(tmp_path: Path, part
         assert (lasting.step, lasting.opens, lasting.rejected[0].part) == (5, True, part)
 
 
+@pytest.mark.covers("I13", "F65")
+def test_a_live_writer_that_is_quicker_than_any_adoption_does_not_keep_a_joiner_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        steps = iter(range(15, 1000, 5))
+        durable = [w.save(next(steps), commit=False)]
+
+        def overtaken(*args: object, **more: object) -> list[Entry]:
+            w.log.append(durable.pop(), expect_tail=w.log.tail().index)  # the writer's own commit
+            durable.append(w.save(next(steps), commit=False))
+            return []
+
+        monkeypatch.setattr("ftckpt.flows.select.adopt_chain", overtaken)
+        choice = choose(w.log, w.store, JOB, adopt=True)
+        assert (choice.source, choice.step, choice.opens) == ("generation", w.log.tail().step, False)
+
+
 @pytest.mark.covers("F1", "F14", "D1", "I1")
 def test_partial_and_foreign_directories_are_passed_over_with_the_reason(tmp_path: Path) -> None:
     with world(tmp_path / "root", 5) as w:
