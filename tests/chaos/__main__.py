@@ -59,6 +59,7 @@ def needs_of(args: argparse.Namespace, workload: str) -> list[str]:
         "etcd": args.log != "sqlite",
         "etcd3": args.log == "etcd3",
         "network": args.network,
+        "proxies": args.log != "sqlite" and not args.network,
         "small-disk": args.small_disk,
     }
     return [name for name, there in has.items() if there]

@@ -26,7 +26,7 @@ def test_a_seed_gives_the_same_schedule_again_and_another_seed_another() -> None
 
 
 def test_every_possible_kind_comes_and_its_hold_is_within_bounds() -> None:
-    kinds = possible(["peers", "group", "etcd", "etcd3", "network", "small-disk"])
+    kinds = possible(["peers", "group", "etcd", "etcd3", "network", "proxies", "small-disk"])
     assert set(kinds) == set(KINDS)
     drawn = first(1, kinds, 4000)
     assert {p.kind for p in drawn} == set(kinds)

@@ -114,7 +114,9 @@ def test_every_nemesis_among_peers_once(tmp_path: Path) -> None:
 @pytest.mark.covers("I2", "I4", "I8", "I12")
 def test_groups_of_two_ranks_through_etcd(tmp_path: Path, workload: str, rendezvous: str) -> None:
     plan = Plan(workload=workload, folder=tmp_path / "run", log="etcd", rendezvous=rendezvous)
-    run(plan, iter([planned("kill-trainer", target=1), planned("kill-launcher", target=1)]))
+    kinds = ["kill-trainer", "lost-answers", "kill-launcher", "partition-etcd"]
+    e = run(plan, iter([planned(kind, target=1, hold=2.0 if KINDS[kind].hold[1] else 0.0) for kind in kinds]))
+    assert done_of(e) >= set(kinds)
 
 
 @pytest.mark.slow

@@ -96,6 +96,11 @@ class EtcdServer:
         return f"{self.host}:{self._ports()[0]}"
 
     @property
+    def port(self) -> int:
+        """The port for clients."""
+        return self._ports()[0]
+
+    @property
     def url(self) -> str:
         """A log URL."""
         return f"{'etcds' if self.tls else 'etcd'}://{self.endpoint}"

@@ -67,6 +67,7 @@ class TcpProxy:
 
     def _spawn(self, run: object, *arguments: object) -> None:
         thread = threading.Thread(target=run, args=arguments, name="tcp-proxy", daemon=True)  # type: ignore[arg-type]
+        self._threads = [t for t in self._threads if t.is_alive()]
         self._threads.append(thread)
         thread.start()
 
@@ -81,7 +82,11 @@ class TcpProxy:
             if self._refuse:
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self._target), timeout=5)
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target), timeout=5)
+            except OSError:  # the server is down: so is this connection
+                client.close()
+                continue
             client.settimeout(5)
             with self._lock:
                 self._pairs.append((client, server))

@@ -70,7 +70,7 @@ def act(job: Job, planned: Planned, entries: Sequence[Entry], hurt: frozenset[st
         return clock(job, planned, unit)
     if name.startswith("kill-at-"):
         return at_point(job, planned, unit)
-    if name in ("partition-peers", "partition-lighthouse", "partition-etcd", "isolate", "slow-link", "lossy-link"):
+    if name in ("partition-peers", "partition-lighthouse", "partition-etcd", "isolate", "slow-link", "lossy-link", "lost-answers"):
         return link(job, planned, unit)
     if name == "neighbour":
         return _neighbour(job, planned)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-Needs = Literal["group", "peers", "etcd", "etcd3", "network", "small-disk"]
+Needs = Literal["group", "peers", "etcd", "etcd3", "network", "proxies", "small-disk"]
 POINTS = ("capture", "handed-over", "shard-fsync", "rename", "manifest", "commit-sent", "commit-answered", "tail-seen")
 PEER_POINTS = ("heal-received", "heal-applied", "vote")
 
@@ -18,7 +18,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         needs: what the job must have, all of it: "group" (a torchrun launcher), "peers" (a lighthouse), "etcd", "etcd3" (three members),
-            "network" (namespaces), "small-disk".
+            "network" (namespaces), "proxies" (an etcd, and no network), "small-disk".
         hold: (least, most) seconds until it is undone; (0, 0) for faults that need no undoing.
         weight: how often it is drawn.
         willing: seconds that it waits until it can be done.
@@ -67,7 +67,10 @@ KINDS: dict[str, Kind] = {
         ),  # a unit is started with another lighthouse, and comes back
         Kind(name="partition-peers", needs=("network", "peers"), hold=(2, 20)),  # a unit from all others; lighthouse and log are reached
         Kind(name="partition-lighthouse", needs=("network", "peers"), hold=(2, 12), weight=0.5),
-        Kind(name="partition-etcd", needs=("network", "etcd"), hold=(2, 20)),
+        Kind(name="partition-etcd", needs=("etcd",), hold=(2, 20)),
+        Kind(
+            name="lost-answers", needs=("proxies",), hold=(1, 6)
+        ),  # a unit's requests reach etcd, the answers are lost and the connections cut
         Kind(name="isolate", needs=("network", "etcd"), hold=(2, 15)),  # a unit from everything
         Kind(name="slow-link", needs=("network",), hold=(3, 12)),
         Kind(name="lossy-link", needs=("network",), hold=(3, 12)),

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,6 +18,7 @@ from chaos.evidence import Happened, Line
 from chaos.workloads.network import ETCD, HUB, Network
 from ftckpt.testing.cluster import Child, free_port, is_agent, lighthouse, torchrun, wait_port
 from ftckpt.testing.etcd_server import EtcdCluster, EtcdServer
+from ftckpt.testing.tcp_proxy import TcpProxy
 
 TRAINER = Path(__file__).with_name("trainer.py")
 HOOKS = Path(__file__).parents[1] / "hooks"
@@ -152,6 +154,7 @@ class Job:
         self.history = plan.folder / "history"
         self.network = Network(plan.replicas) if plan.network else None
         self.etcd: list[EtcdServer] = []
+        self.proxies: list[list[TcpProxy]] = []  # to the log, for each unit and member, where there is no network of its own
         self.paused: set[int] = set()  # members of etcd
         self.backup: tuple[int, int] | None = None  # of etcd: whose, and how many generations the log had
         self.regressed, self.life = False, 0  # whether the log was put back to a backup; how often it was rebuilt
@@ -160,6 +163,7 @@ class Job:
         self.neighbour: Job | None = None
         self.light_wanted = False
         self.units: list[Unit] = []
+        self._stack = ExitStack()
         self._offsets: dict[Path, int] = {}
         self._last: dict[tuple[int, int], Line] = {}
         self.owner: Job | None = None  # of a neighbour: whose log and root it uses
@@ -177,6 +181,8 @@ class Job:
             self._start_etcd(3 if p.log == "etcd3" else 1)
         if p.workload in PEERS:
             self.start_lighthouse()
+        if self.log_url and self.network is None:
+            self.proxies = [[self._stack.enter_context(TcpProxy(m.port)) for m in self.etcd] for _ in range(p.replicas)]
         for replica in range(p.replicas):
             self.add_unit(replica)
         for unit in self.units:
@@ -283,6 +289,7 @@ class Job:
         for child in [*(c for u in self.units for c in (*u.old, u.child)), *(c for c in (self.light, self.second) if c)]:
             if child.process is not None:
                 child.process.wait(20)
+        self._stack.close()
         if self.network is not None:
             self.network.close()
 
@@ -335,7 +342,9 @@ class Job:
         script += ["--goal", str(p.folder / "goal"), "--save-every", str(p.save_every), "--slow", str(p.slow)]
         script += ["--replicas", str(p.replicas), "--samples", str(p.samples), "--workers", str(p.workers), "--width", str(p.width)]
         inside = self.network.inside(replica) if self.network is not None else []
-        if self.log_url:
+        if self.proxies:
+            script += ["--commit-log", f"etcd://{','.join(x.endpoint for x in self.proxies[replica])}"]
+        elif self.log_url:
             script += ["--commit-log", self.log_url]
         if p.workload == "solo" and p.rendezvous == "c10d":
             return [*inside, sys.executable, *script]
