@@ -217,12 +217,18 @@ def env_name(key: str) -> str:
 
 
 def reading(
-    job: str | None, root: str | os.PathLike[str] | None, log: str | None, *, file: str | Path | None = None, **more: Any
+    job: str | None,
+    root: str | os.PathLike[str] | None,
+    log: str | None,
+    *,
+    file: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> Settings:
     """Settings of who only reads a job. A root that is named is looked at as it is: its own marker says whether there is a durable
     tier behind it, not what environment or file say of another root. Raises as :func:`load`.
     """
-    return load({"job": job, "root": root, "log": log, **({} if root is None else {"durable": ""}), **more}, file=file)
+    return load({"job": job, "root": root, "log": log, **({} if root is None else {"durable": ""}), **more}, file=file, env=env)
 
 
 def setting_keys() -> tuple[str, ...]:

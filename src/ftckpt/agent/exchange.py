@@ -36,11 +36,11 @@ class Outage:
         """Whether it may be asked."""
         return time.monotonic() >= self._until
 
-    def failed(self, error: StoreError) -> None:
-        """It did not answer."""
+    def failed(self, error: StoreError, took_s: float = 0.0) -> None:
+        """It did not answer, and took so long; who waits for it spends no more than a third of its time on that."""
         if self.over:
             logger.warning("durable tier: %s", error.what)
-        self._until = time.monotonic() + _OUTAGE_S
+        self._until = time.monotonic() + max(_OUTAGE_S, 2 * took_s)
 
 
 class Exchange(TieredStore):
@@ -136,10 +136,11 @@ class Exchange(TieredStore):
     def _far(self, ask: Callable[[BlobStore], T]) -> T:
         if not self.outage.over:
             raise NotFound(f"the durable tier {self.durable.url} does not answer")
+        began = time.monotonic()
         try:
             return ask(self.durable)
         except StoreError as e:
-            self.outage.failed(e)
+            self.outage.failed(e, time.monotonic() - began)
             raise NotFound(e.what) from e
 
 

@@ -74,7 +74,8 @@ class Placing:
         self._down = False
         self._tidied = 0.0
         self._sound: set[str] = set()
-        self._dirty = config.rank == 0  # generations of an earlier agent may wait
+        self._dirty = True  # generations of an earlier agent may wait
+        self._caught = self._marked = -1  # newest entries that were caught up with, and that this agent has noted itself
         self.moved = 0.0  # when bytes were written last, monotonic clock
         self._large: Worker[str | Candidate | Recorded] = Worker("place", self._do, desk, idle=self._tidy)
         self._small: Worker[str] = Worker("exchange", self._tell, desk)
@@ -234,6 +235,7 @@ class Placing:
             if self._has(FIRST, entry):
                 self._log.place(entry.index, FIRST, first_url(self._store.first.url), timeout=self._config.log_timeout_s)
             self._log.place(entry.index, DURABLE, self._store.durable.url, timeout=self._config.log_timeout_s)
+            self._marked = max(self._marked, entry.index)
         except NotFound:
             return  # withdrawn meanwhile
         except (LogError, StoreError) as e:
@@ -254,8 +256,9 @@ class Placing:
         if now - self._tidied < _TIDY_S and not (self._dirty and not self._tidied):
             return
         self._tidied = now
+        tail = self._desk.tail
         try:
-            if self._dirty and self._config.rank == 0:
+            if self._config.rank == 0 and (self._dirty or (tail is not None and tail.index > max(self._caught, self._marked))):
                 self._catch_up()
             if self._store.outage.over:
                 check_bound(self._store.durable, self._config.job)
@@ -271,14 +274,14 @@ class Placing:
     def _catch_up(self) -> None:
         """Queue, in order, what an earlier agent or an outage left without its place in the durable tier."""
         log, own = self._log, self._config.replica
-        placed, live = log.placed(), {r.replica for r in log.replicas()}
-        for entry in log.entries():
+        placed, live, entries = log.placed(), {r.replica for r in log.replicas()}, log.entries()
+        for entry in entries:
             if entry.kind != "generation" or DURABLE in placed.get(entry.index, {}) or (entry.writer != own and entry.writer in live):
                 continue
             if self._has(FIRST, entry) or self._has(DURABLE, entry):
                 logger.info("#%d is to be placed in the durable tier", entry.index)
                 self._large.put(Recorded(entry))
-        self._dirty = False
+        self._dirty, self._caught = False, max((e.index for e in entries), default=-1)
 
     # ------------------------------------------------------------ the thread ``exchange``
     def _tell(self, path: str) -> None:

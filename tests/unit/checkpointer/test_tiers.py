@@ -183,35 +183,29 @@ def test_with_the_durable_tier_away_a_start_goes_on_from_the_first_or_not_at_all
     aside.rename(durable)
     assert resumed(files.run("--steps", 8, "--every", 100)) == 7
     assert files.sound(files.durable) == [5, 7, 8]
-    durable.rename(aside)
-    flip(files.shards()[-1].with_name("manifest.json"))
-    stuck = files.run("--steps", 9, "--every", 0)
-    assert stuck.status not in (0, -9)
-    assert "does not answer" in stuck.errors
-    assert not stuck.of("resumed")
+
+
+@pytest.mark.covers("I8", "I13")
+def test_with_both_tiers_gone_nothing_starts_from_zero(files: TierJobs) -> None:
+    assert resumed(files.run("--steps", 5, "--every", 5)) == 0
+    Path(files.durable).rename(files.durable + "-unmounted")
     shutil.rmtree(files.root)
     lost = files.run("--steps", 9, "--every", 0)
     assert lost.status not in (0, -9), lost.errors
     assert not lost.of("resumed")
+    assert not Path(files.durable, "job", "generations").exists()
 
 
 @pytest.mark.covers("F30", "I8")
-def test_both_tiers_stay_bound_to_the_job_its_log_and_each_other(files: TierJobs, tmp_path: Path) -> None:
+def test_both_tiers_stay_bound_to_each_other(files: TierJobs) -> None:
     assert resumed(files.run("--steps", 5, "--every", 5)) == 0
-    (tmp_path / "other").mkdir()
-    for durable, why in ((str(tmp_path / "other"), "is the first tier of"), ("", "no durable tier was given")):
-        refused = files.run("--steps", 6, FTCKPT_DURABLE=durable)
-        assert refused.status not in (0, -9)
-        assert why in refused.errors
-        assert not refused.of("resumed")
+    forgotten = files.run("--steps", 6, FTCKPT_DURABLE="")
+    assert forgotten.of("error")[0]["kind"] == "ConfigError"
+    assert "no durable tier was given" in forgotten.of("error")[0]["text"]
     shutil.rmtree(Path(files.durable) / "job")
     emptied = files.run("--steps", 6)
-    assert emptied.status not in (0, -9)
-    assert "not mounted, or was emptied" in emptied.errors
-    shutil.rmtree(files.root)
-    nowhere = files.run("--steps", 6)
-    assert nowhere.status not in (0, -9)
-    assert "no generation of job 'job' can be loaded" in nowhere.errors
+    assert "not mounted, or was emptied" in emptied.of("error")[0]["text"]
+    assert not (forgotten.of("resumed") + emptied.of("resumed"))
 
 
 @pytest.mark.covers("I9", "F79")
@@ -243,3 +237,38 @@ def test_the_verbs_show_where_generations_are_and_read_from_either(objects: Tier
     from ftckpt import digest_of
 
     assert digest_of(model) == run.of("step")[-1]["params"]
+
+
+@pytest.mark.covers("A5", "I6")
+@pytest.mark.parametrize("acknowledge", ["durable", "first"])
+def test_a_handle_tells_when_the_durable_tier_has_it(jobs: Jobs, tmp_path: Path, acknowledge: str) -> None:
+    from torch import nn
+
+    from ftckpt import Checkpointer
+    from ftckpt.errors import DeadlineExceeded
+
+    durable, aside = tmp_path / "durable", tmp_path / "unmounted"
+    with Checkpointer.open(
+        "job",
+        jobs.root,
+        durable=str(durable),
+        acknowledge=acknowledge,
+        runtime_dir=str(jobs.runtime),
+        log=f"sqlite://{tmp_path}/log.sqlite3",
+    ) as ckpt:
+        ckpt.register(model=nn.Linear(4, 4))
+        ckpt.resume()
+        ckpt.save().wait(30, until="placed")
+        durable.rename(aside)
+        handle = ckpt.save()
+        handle.wait(30, until="persisted")
+        if acknowledge == "first":
+            handle.wait(30)
+        with pytest.raises(DeadlineExceeded):
+            handle.wait(1, until="placed")
+        assert (handle.persisted, handle.committed, handle.placed) == (True, acknowledge == "first", False)
+        aside.rename(durable)
+        entry = handle.wait(30, until="placed")
+        assert entry is not None
+        assert (handle.committed, handle.placed) == (True, True)
+        assert (durable / "job" / "generations" / entry.location / "manifest.json").exists()

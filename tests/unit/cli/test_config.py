@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.config import Deadlines, Settings, env_name, launch, load, setting_keys
+from ftckpt.config import Deadlines, Settings, env_name, launch, load, reading, setting_keys
 from ftckpt.errors import ConfigError
 
 
@@ -181,3 +181,19 @@ def test_every_setting_is_documented_with_its_variable() -> None:
     text = (Path(__file__).parents[3] / "docs" / "config.md").read_text()
     missing = [key for key in setting_keys() if f"`{key}`" not in text or f"`{env_name(key)}`" not in text]
     assert missing == []
+
+
+@pytest.mark.covers("F78")
+def test_tiers_that_contradict_each_other_are_refused_all_at_once() -> None:
+    given = {"job": "j", "root": "/r", "acknowledge": "first", "keep_local": 0}
+    wrong = load(given, env={}).problems()
+    assert len([w for w in wrong if "keep_local" in w or "acknowledge" in w]) == 3
+    assert any("is the root itself" in w for w in load({"job": "j", "root": "/r", "durable": "/r/"}, env={}).problems())
+    assert load({**given, "durable": "s3://b/p", "keep_local": 2}, env={}).problems() == []
+
+
+def test_a_root_that_a_reader_names_is_not_taken_for_another_roots_first_tier() -> None:
+    env = {"FTCKPT_ROOT": "/nvme", "FTCKPT_DURABLE": "s3://b/p", "FTCKPT_ACKNOWLEDGE": "first"}
+    assert reading("j", None, None, file=None, env=env).durable == "s3://b/p"
+    named = reading("j", "s3://b/p", None, file=None, env=env)
+    assert (named.durable, named.problems()) == ("", [])
