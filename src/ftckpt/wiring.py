@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import stat
 from functools import cache, partial
 from pathlib import Path
@@ -437,8 +438,9 @@ def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarn
     """What one rank's agent has to know.
 
     Raises:
-        ConfigError: values that cannot be used, all at once; or the secret's file cannot be read.
+        ConfigError: values that cannot be used, all at once; or this host cannot listen at ``agent_host``, or the secret's file cannot be read.
     """
+    _check_listening(settings)
     d = settings.deadlines
     return AgentConfig(
         job=settings.job, replica=settings.replica, rank=rank, group_world_size=group_world_size, incarnation=incarnation,
@@ -452,6 +454,22 @@ def agent_config(settings: Settings, *, rank: int, group_world_size: int, incarn
         term_budget_s=d.term_s, log_timeout_s=d.log_s, tail_poll_s=d.tail_poll_s, registry_ttl_s=d.registry_ttl_s,
         nice=settings.nice, persist_threads=settings.persist_threads, reuse=settings.reuse, keep=str(parse_keep(settings.keep)), gc_s=d.gc_s,
     ).check()  # fmt: skip
+
+
+def _check_listening(settings: Settings) -> None:
+    """Refuse an ``agent_host`` that is no name or address of this host: its agent could never serve a peer."""
+    if not settings.agent_host:
+        return
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.agent_host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError as e:
+        raise ConfigError(
+            f"{settings.say('agent_host')}: this host cannot listen there: {e}",
+            now="nothing was started",
+            todo="give a name or an address of this host that peers reach, or an empty one to serve nobody",
+        ) from e
 
 
 def job_secret(settings: Settings) -> str:

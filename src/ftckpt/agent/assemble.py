@@ -44,6 +44,7 @@ logger = logging.getLogger("ftckpt.agent")
 
 _SLOWEST_POLL_S = 2.0
 _LOG_POLL_S = 5.0  # another rank looks into the log itself only when rank 0's word is this late
+_ADOPT_AFTER = 2  # looks into a log that answers and has no record of a whole generation: then this rank appends it (rule 9)
 _NOWHERE = -1  # an index that no record has: a rank relied on one of a log that was replaced, so that this save is dropped
 _AFTER_RECEIPTS_S = 30.0  # what putting together may take besides waiting
 
@@ -121,11 +122,11 @@ class Assemble:
             pass
         leaves = written.leaves or put_leaves(self._store, job, [bytes(r.leaves) for r in receipts])
         save, config = job.save, job.config
-        refers = _together(receipts)
+        refers, log = _together(receipts), save.log or self._desk.log_uuid
         manifest = Manifest(
             version=REFERRING_VERSION if refers else MANIFEST_VERSION,
             job=config.job,
-            log=self._desk.log_uuid,
+            log=log,
             known_tail=save.known_tail,
             base=save.base,
             step=save.trajectory.step,
@@ -145,7 +146,7 @@ class Assemble:
             created=time.time(),
             software=_software(),
             refers=refers,
-            via=tuple(sorted({index if r.log == self._desk.log_uuid else _NOWHERE for r in receipts for index in r.via})),
+            via=tuple(sorted({index if r.log == log else _NOWHERE for r in receipts for index in r.via})),
         )
         data = encode(manifest)
         self._put_manifest(f"{job.directory}/{MANIFEST}", data)
@@ -222,13 +223,16 @@ class Assemble:
 
     # ------------------------------------------------------------ other ranks
     def _follow(self, written: Written) -> None:
-        """Wait until rank 0's agent has committed or abandoned the attempt."""
+        """Wait until rank 0's agent has committed or abandoned the attempt; commit it where that agent left it whole and said nothing.
+
+        Bounded but for a log that does not answer: then the generation waits, as on rank 0.
+        """
         job, config = written.job, written.job.config
         if written.error is not None:
             outcome.report(self._desk, job, outcome.failure(error_from(*written.error)))
             return
         deadline = time.monotonic() + config.receipts_s + config.cursors_s + _AFTER_RECEIPTS_S
-        poll, durable_since = Poll(self._desk, config.poll_s, deadline), 0.0
+        poll, durable_since, absent = Poll(self._desk, config.poll_s, deadline), 0.0, 0
         while True:
             try:
                 found = outcome.read(self._store, job)
@@ -236,10 +240,14 @@ class Assemble:
                     durable_since, poll.deadline = time.monotonic(), float("inf")  # only the record is missing: as long as the log is down
                 if found is None and durable_since and time.monotonic() - durable_since > _LOG_POLL_S:
                     durable_since = time.monotonic()
-                    found = self._in_log(job)
+                    answered, found = self._in_log(job)
+                    absent += answered
                 if found is None and any(outcome.read(self._store, later) for later in self._later()):
                     # rank 0 works in order: what it has not said by now it will not say
-                    found = outcome.read(self._store, job) or self._in_log(job) or outcome.failure(_no_word(job, bool(durable_since)))
+                    found = outcome.read(self._store, job) or self._in_log(job)[1] or outcome.failure(_no_word(job, bool(durable_since)))
+                if found is None and absent >= _ADOPT_AFTER:
+                    self._durable(self._left_whole(job))
+                    return
             except FtckptError as e:
                 found = outcome.failure(e)
             if found is None and poll.more():
@@ -247,13 +255,22 @@ class Assemble:
             outcome.report(self._desk, job, found or outcome.failure(_no_word(job, bool(durable_since))))
             return
 
-    def _in_log(self, job: Job) -> Outcome | None:
+    def _in_log(self, job: Job) -> tuple[bool, Outcome | None]:
+        """Whether the log answered, and the record if it has it."""
         try:
             entry = own_entry(self._log.entries(after=job.save.known_tail), job.save.attempt)
         except (LogError, Damaged) as e:
             logger.info("log not read for %s: %s", job.name, e)
-            return None
-        return None if entry is None else Outcome(state="committed", entry=entry)
+            return False, None
+        return True, None if entry is None else Outcome(state="committed", entry=entry)
+
+    def _left_whole(self, job: Job) -> Candidate:
+        """The generation of a rank 0 that died between manifest and record: the thread ``commit`` judges it as any other."""
+        logger.warning("rank 0's agent of %s left %s without a record: this rank appends it", job.config.replica, job.name)
+        path = f"{job.directory}/{MANIFEST}"
+        data = self._store.get(path)
+        manifest = decode(data, Manifest, path)
+        return Candidate(job=job, manifest=sha256(data), bytes=manifest.payload_bytes, participants=manifest.participants)
 
 
 def _no_word(job: Job, durable: bool) -> SaveFailed:

@@ -78,12 +78,6 @@ class Desk:
         with self._lock:
             return self._failed.get(session, 0)
 
-    @property
-    def any_failed(self) -> bool:
-        """Whether any save of any session has failed."""
-        with self._lock:
-            return any(self._failed.values())
-
     # ------------------------------------------------------------ the log, as known
     @property
     def tail(self) -> Entry | None:

@@ -189,9 +189,9 @@ class Agent:
 
     def _adopt(self, channel: _Link, pid: int, config: AgentConfig, more: list[m.ToAgent]) -> None:
         """A trainer is attached; one that was attached before is let go: whatever it had sent counts, nothing later does."""
-        reattached = self._sessions > 0
-        if self._session is not None:
-            self._replace()
+        reattached, before = self._sessions > 0, self._session
+        if before is not None:
+            self._replace(pid)
         self._sessions += 1
         self.config, self._bye = config, False
         session = Session(self._sessions, channel, pid, _pidfd(pid), config, self._pipeline)
@@ -207,6 +207,9 @@ class Agent:
                     pid=os.getpid(), url=self._pipeline.server.url, reattached=reattached, tail=self._desk.tail, log=self._desk.log_uuid
                 )
             )
+            if before is not None:
+                text = f"process {before.pid} was training as this rank: it saves nothing any more; end it if it still runs"
+                channel.post(m.Warned(kind="takeover", text=text))
             for message in more:
                 session.handle(message)
             self._flush()
@@ -226,10 +229,12 @@ class Agent:
         """The trainer's process has ended; forked children may hold its socket open, so the stream's end is not waited for."""
         self._let_go("its process has ended")
 
-    def _replace(self) -> None:
+    def _replace(self, pid: int) -> None:
         """Another trainer takes over; the one before is told, if it still reads."""
         if self._session is not None:
-            self._tell(self._session, "replaced", f"another trainer took over rank {self.config.rank} of {self.config.replica}")
+            config = self.config
+            text = f"process {pid} took over rank {config.rank} of replica {config.replica} of job {config.job}"
+            self._tell(self._session, "replaced", f"{text} from process {self._session.pid}")
             self._let_go("another trainer has attached")
 
     @contextlib.contextmanager

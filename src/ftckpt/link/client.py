@@ -20,7 +20,7 @@ Signatures (all durations are seconds; every call ends within its timeout or ``c
 
     # work
     .save(*, slot, layout, attempt, trajectory, leaves=b"", cursor=b"", expected=(), counts={}, samples=0,
-          batches_committed=0, known_tail=-1, base=-1, metrics={}) -> SaveHandle
+          batches_committed=0, known_tail=-1, base=-1, metrics={}, log="") -> SaveHandle
     .publish(snapshot: str, *, slot, layout, trajectory, leaves=b"", extra=b"") -> None     a slot may be saved and published
     .retire(snapshot: str) -> None
     .cursor_at(step: int, trajectory: str, cursor: bytes) -> None
@@ -200,6 +200,7 @@ class AgentClient:
         known_tail: int = -1,
         base: int = -1,
         metrics: dict[str, float] | None = None,
+        log: str = "",
     ) -> SaveHandle:
         """Hand a filled slot over: once this returns, the death of this process does not lose the generation (I6).
 
@@ -208,6 +209,7 @@ class AgentClient:
             leaves: JSON document of non-tensor leaves.
             cursor: this rank's Cursor document (JSON).
             expected: member ids of the replicas whose cursors belong to it.
+            log: identity of the log that ``known_tail`` is of.
 
         Raises:
             AgentError: the agent has gone or did not take it in time; the slot is not free again.
@@ -230,6 +232,7 @@ class AgentClient:
             known_tail=known_tail,
             base=base,
             metrics=metrics or {},
+            log=log,
         )
         try:
             self._send(message)
@@ -294,9 +297,7 @@ class AgentClient:
             AgentError: another trainer process took this rank's agent over, or no agent can be had.
         """
         if self._inbox.replaced:
-            raise AgentError(
-                "another trainer process took over this rank's agent", now="this process saves nothing", todo="end this process"
-            )
+            raise self._inbox.lost or self._inbox.taken_over()
         self.close(0.0)
         new = type(self).open(self.config, on_warning=self._on_warning)
         new._warned.extendleft(reversed(self._warned))

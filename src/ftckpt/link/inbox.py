@@ -45,7 +45,8 @@ class Inbox:
         self.tail: Entry | None = welcome.tail
         self.stray: str | None = None
         self.lost: AgentError | None = None
-        self.closing = self.replaced = False
+        self.closing = False
+        self.replaced = ""  # by whom
         self.saves: dict[int, SaveHandle] = {}
         self._pid, self._hint = welcome.pid, hint
         self._arena, self._free, self._uses = 0, list[int](), dict[tuple[int, int], int]()
@@ -177,8 +178,8 @@ class Inbox:
                     self.url, self.log_uuid = url, log
                 case m.Serving(url=url):
                     self.url = url
-                case m.Warned(kind=kind):
-                    self.replaced = self.replaced or kind == "replaced"
+                case m.Warned(kind="replaced", text=text):
+                    self.replaced = self.replaced or text
             self.changed.notify_all()
         return message if isinstance(message, m.Warned) else None
 
@@ -186,10 +187,14 @@ class Inbox:
         """The connection has ended: saves in flight fail, waiters learn it."""
         with self.changed:
             if self.lost is None and not self.closing:
-                self.lost = AgentError(
-                    f"agent (pid {self._pid}) is lost: {cause.what}",
-                    now=f"{len(self.saves)} save(s) in flight have an unknown outcome; committed generations are safe",
-                    todo=f"training may go on with a new agent (reopen); see {self._hint}",
+                self.lost = (
+                    self.taken_over()
+                    if self.replaced
+                    else AgentError(
+                        f"agent (pid {self._pid}) is lost: {cause.what}",
+                        now=f"{len(self.saves)} save(s) in flight have an unknown outcome; committed generations are safe",
+                        todo=f"training may go on with a new agent (reopen); see {self._hint}",
+                    )
                 )
                 if not self.saves:
                     self._keep(self.lost, None)
@@ -200,6 +205,15 @@ class Inbox:
                 handle.move("failed")
             self.saves.clear()
             self.changed.notify_all()
+
+    def taken_over(self) -> AgentError:
+        """The error for a process that another one of the same rank has taken the place of."""
+        return AgentError(
+            f"two processes train as one rank: {self.replaced}",
+            now=f"this process saves nothing any more; the agent finishes what it had handed over ({len(self.saves)} save(s) in flight)",
+            todo="end one of the two; if both are meant to train, give each replica a name of its own (replica=, FTCKPT_REPLICA)"
+            " and each rank of a group its RANK",
+        )
 
     # ------------------------------------------------------------ inside, with the lock held
     def _progress(self, message: m.Persisted | m.Committed | m.Dropped | m.Failed) -> None:

@@ -62,6 +62,7 @@ class Save(_Msg, frozen=True, kw_only=True):
         leaves: JSON document of non-tensor leaves (``format.leaves``).
         expected: member ids of the replicas whose cursors belong to it.
         cursor: this rank's own Cursor document (JSON).
+        log: identity of the log that ``known_tail`` is of; "" if it was not known.
     """
 
     ordinal: int
@@ -79,6 +80,7 @@ class Save(_Msg, frozen=True, kw_only=True):
     known_tail: int
     base: int
     metrics: dict[str, float]
+    log: str = ""
 
 
 class CursorAt(_Msg, frozen=True, kw_only=True):

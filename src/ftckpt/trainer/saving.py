@@ -92,6 +92,7 @@ class Saver:
             known_tail=known.index if known else -1,
             base=_base(known, self.base),
             metrics=dict(metrics),
+            log=known.log if known else "",
         )
         frozen.release()
         handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)

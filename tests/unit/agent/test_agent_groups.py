@@ -13,7 +13,7 @@ from agent_harness import Rig, Trainer, until
 
 from ftckpt.domain.ledger import Participant
 from ftckpt.domain.names import attempt_id, member_id
-from ftckpt.errors import Mismatch, SaveFailed, StoreError
+from ftckpt.errors import LogRegressed, Mismatch, SaveFailed, StoreError
 from ftckpt.format.manifest import Intent, decode
 
 
@@ -223,6 +223,38 @@ def test_generations_wait_durable_while_the_log_is_down_and_are_committed_in_ord
         outage.end()
     assert [h.wait(15.0) for h in handles] == ["committed"] * 3
     assert [e.step for e in rig.entries()] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("I11", "I6", "F62")
+def test_a_generation_that_a_killed_rank_0_left_whole_without_a_record_is_appended_by_another_rank(rig: Rig) -> None:
+    zero, one = group(rig, log_timeout_s=0.5)
+    first = [zero.save(), one.save()]
+    assert [h.wait(15.0) for h in first] == ["committed"] * 2
+    outage = Outage(rig.tmp / "log.sqlite3")
+    try:
+        second = [zero.save(), one.save()]
+        assert until(lambda: len(list((rig.tmp / "root").rglob("manifest.json"))) == 2, 10.0)
+        os.kill(zero.client.agent_pid, signal.SIGKILL)
+    finally:
+        outage.end()
+    assert second[1].wait(40.0) == "committed"
+    assert [e.step for e in rig.entries()] == [1, 2]
+    assert rig.entries()[-1].location == second[1].location
+    assert (rig.tmp / "root/job/generations" / second[1].location / "manifest.json").exists()
+
+
+@pytest.mark.covers("I11", "F81")
+def test_a_claim_about_a_log_that_was_rebuilt_since_the_capture_is_not_held_against_the_new_one(rig: Rig) -> None:
+    trainer = rig.trainer().attach()
+    trainer.save().wait(10.0)
+    handle = trainer.save(known_tail=7, log="0" * 32)  # another log's tail: this one never had a #7
+    assert handle.wait(10.0) == "committed"
+    manifest = rig.manifest(handle.location)
+    assert (manifest.log, manifest.known_tail) == ("0" * 32, 7)
+    assert trainer.client.tail is not None
+    with pytest.raises(LogRegressed):
+        trainer.save(known_tail=7, log=trainer.client.tail.log).wait(10.0)
 
 
 @pytest.mark.covers("I13", "I11")

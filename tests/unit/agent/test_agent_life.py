@@ -174,14 +174,21 @@ def test_stopped_trainer_is_replaced_and_what_it_says_later_is_not_taken(rig: Ri
         process.communicate(timeout=10.0)
 
 
-def test_replaced_trainer_is_told_and_does_not_take_the_agent_back(rig: Rig) -> None:
+@pytest.mark.covers("I14", "F67")
+def test_replaced_trainer_is_told_by_whom_and_what_to_do_and_does_not_take_the_agent_back(rig: Rig) -> None:
     config = rig.config()
     old, new = rig.trainer(config), rig.trainer(config)
     assert new.client.agent_pid == old.client.agent_pid
     assert until(lambda: not old.client.alive, 5.0)
-    with pytest.raises(AgentError, match="took over"):
-        old.client.reopen()
+    for call in (old.client.reopen, lambda: old.client.draw(1, b"{}")):
+        with pytest.raises(
+            AgentError, match=rf"two processes train as one rank: process {os.getpid()} took over rank 0 of replica a"
+        ) as told:
+            call()
+        assert "FTCKPT_REPLICA" in told.value.todo
+        assert "saves nothing" in told.value.now
     assert new.client.alive
+    assert until(lambda: any(w.kind == "takeover" and f"process {os.getpid()}" in w.text for w in new.warnings), 5.0)
 
 
 def test_starters_at_the_same_time_share_one_agent(rig: Rig) -> None:

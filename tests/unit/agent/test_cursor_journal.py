@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -149,6 +150,25 @@ def test_file_that_cannot_be_written_is_warned_of_once_and_written_later(tmp_pat
     j.close(5.0)
     assert [o for o, _ in frames.read(tmp_path / "d" / "c.log")] == [1, 2, 3, 4, 5]
     assert len([w for _, w in desk.take() if isinstance(w, m.Warned)]) == 1
+
+
+@pytest.mark.covers("I6")
+def test_an_entry_that_is_just_being_written_is_not_in_the_file_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, real = threading.Event(), threading.Event(), frames.append
+
+    def slow(fd: int, entries: Iterable[frames.Entry]) -> None:
+        begun.set()
+        assert may_end.wait(10.0)
+        real(fd, entries)
+
+    monkeypatch.setattr(frames, "append", slow)
+    with journal(tmp_path / "c.log") as j:
+        j.draw(1, b"s")
+        assert begun.wait(10.0)
+        assert not j.clean, "an agent may end, or say that all is drained, before the entry is durable"
+        may_end.set()
+        assert until(lambda: j.clean, 10.0)
+        assert [o for o, _ in frames.read(tmp_path / "c.log")] == [1]
 
 
 @pytest.mark.covers("I6", "I12")

@@ -209,3 +209,12 @@ def test_a_damaged_marker_says_that_it_may_be_removed(tmp_path: Path) -> None:
     with pytest.raises(Damaged) as caught:
         read_marker(open_store(str(tmp_path)), "j")
     assert "remove j/job.json" in caught.value.todo
+
+
+@pytest.mark.covers("I14")
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"], ids=["unresolvable", "of another host"])
+def test_an_address_that_this_host_cannot_listen_on_is_refused_at_start(host: str, tmp_path: Path) -> None:
+    settings = load({"job": "j", "root": tmp_path, "agent_host": host}, env={})
+    with pytest.raises(ConfigError, match=rf"agent_host='{host}' \(argument agent_host\): this host cannot listen there"):
+        agent_config(settings, rank=0, group_world_size=1, incarnation="i")
+    agent_config(load({"job": "j", "root": tmp_path, "agent_host": "localhost"}, env={}), rank=0, group_world_size=1, incarnation="i")

@@ -1,0 +1,97 @@
+"""What ranks of one group do alike when only one of them meets trouble at the start."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed import HashStore
+
+from ftckpt.commitlog.memory import MemoryLog
+from ftckpt.config import load
+from ftckpt.domain.sources import Newest
+from ftckpt.errors import ConfigError, StoreError
+from ftckpt.format.manifest import MANIFEST, Manifest, decode
+from ftckpt.stores.memory import MemoryStore
+from ftckpt.testing.generations import write_generation
+from ftckpt.trainer import resuming
+from ftckpt.trainer.group import Group
+from ftckpt.trainer.loading import LoadOptions
+from ftckpt.trainer.opening import Opened, open_agent
+from ftckpt.trainer.resuming import Resumer, ResumeReport
+
+
+class Loader:
+    """Loads manifests; on its rank the store fails as often as said."""
+
+    def __init__(self, store: MemoryStore, failures: int) -> None:
+        self.store, self.failures, self.tried = store, failures, list[str]()
+
+    def load(self, location: str, entry: object, replica: object, options: object) -> Any:
+        self.tried.append(location)
+        if self.failures > 0:
+            self.failures -= 1
+            raise StoreError("the mount does not answer")
+        path = f"job/generations/{location}/{MANIFEST}"
+        return SimpleNamespace(
+            manifest=decode(self.store.get(path), Manifest, path), report=SimpleNamespace(bytes=0), warnings=(), seconds=0.0
+        )
+
+    def trajectory(self, manifest: Manifest, tail: object) -> Any:
+        return manifest.trajectory
+
+
+def resume_both(failures: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[ResumeReport], list[Loader]]:
+    monkeypatch.setattr(resuming, "UNREAD_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(resuming, "ResumeReport", lambda **fields: SimpleNamespace(**fields))
+    store, log, shared = MemoryStore(), MemoryLog("job"), HashStore()
+    for step in (1, 2):
+        write_generation(store, log, "job", step, {"model/w": np.zeros(8, np.float32)}, ranks=2)
+    loaders = [Loader(store, n) for n in failures]
+    reports: dict[int, Any] = {}
+
+    def rank(number: int) -> None:
+        group = Group(number, 2, shared, deadline=20.0).open()
+        replica = SimpleNamespace(replica="replica-0", adopt=lambda *_: None)
+        resumer = Resumer(store, log, "job", group, loaders[number], replica, fence=False)  # type: ignore[arg-type]
+        reports[number] = resumer.resume(Newest(), LoadOptions())
+
+    threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert sorted(reports) == [0, 1], "a rank waits for another, or has failed alone"
+    return [reports[0], reports[1]], loaders
+
+
+@pytest.mark.covers("F20", "I9")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_store_that_fails_on_one_rank_for_a_while_is_waited_for_by_all_and_the_newest_is_taken(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, loaders = resume_both((2, 0) if failing == 0 else (0, 2), monkeypatch)
+    assert [r.step for r in reports] == [2, 2]
+    assert [len(loader.tried) for loader in loaders] == [3, 3]
+    assert loaders[0].tried == loaders[1].tried
+
+
+@pytest.mark.covers("F20", "F24")
+def test_a_store_that_goes_on_failing_on_one_rank_makes_all_take_the_generation_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, loaders = resume_both((0, 3), monkeypatch)
+    assert [r.step for r in reports] == [1, 1]
+    assert loaders[0].tried == loaders[1].tried
+    assert all("the mount does not answer" in r.passed_over[0] for r in reports)
+
+
+@pytest.mark.covers("I14")
+def test_skipping_saves_is_refused_where_ranks_could_skip_different_ones(tmp_path: Path) -> None:
+    settings = load({"job": "j", "root": tmp_path, "on_busy": "skip"}, env={})
+    group = Group(0, 2, HashStore(), deadline=5.0)
+    with pytest.raises(ConfigError, match=r"on_busy='skip'.*2 ranks could skip different saves"):
+        open_agent(settings, Opened(MemoryStore(), MemoryLog("j"), group))
+    assert list(tmp_path.iterdir()) == []
