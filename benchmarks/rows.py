@@ -117,6 +117,24 @@ BENCHES = {
                 ("torchft_steps.own_loader.step",), "a loader of each replica's own, quorum during forward", None),
         ),
     ),
+    "objects": Bench(
+        "an object store on loopback (S3 protocol)",
+        ("ours_objects.raw", "ours_objects.persist"),
+        (
+            Row("objects.persist", "save() returned -> this rank's part is stored", "ours_objects.persist.persisted", ("ours_objects.raw.put",),
+                "raw upload, same library", None),
+            Row("objects.committed", "save() returned -> committed", "ours_objects.persist.committed", ("ours_objects.raw.put",),
+                "raw upload, same library", None),
+        ),
+    ),
+    "reuse": Bench(
+        "a frozen model with an adapter that trains",
+        ("ours_objects.frozen_whole", "ours_objects.frozen_reused"),
+        (
+            Row("reuse.committed", "save() returned -> committed, unchanged tensors left out", "ours_objects.frozen_reused.committed",
+                ("ours_objects.frozen_whole.committed",), "the same, saved whole", None),
+        ),
+    ),
     "commit": Bench(
         "commits in etcd",
         ("limits.etcd_transaction", "ours.commit", "ours_log.raw_jobs", "ours_log.jobs"),
