@@ -7,9 +7,12 @@ from typing import Literal
 
 import msgspec
 
+from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.names import check_name
 from ftckpt.errors import ConfigError
+
+_WAITS = Deadlines()  # the one place where waits have their defaults
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,23 +77,23 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
-    linger_s: float = 30.0
-    start_timeout_s: float = 30.0
-    send_timeout_s: float = 30.0
-    receipts_s: float = 600.0
-    cursors_s: float = 20.0
-    cursor_search_s: float = 120.0
-    commit_linger_s: float = 300.0
-    term_budget_s: float = 25.0
-    log_timeout_s: float = 5.0
+    linger_s: float = _WAITS.linger_s
+    start_timeout_s: float = _WAITS.agent_start_s
+    send_timeout_s: float = _WAITS.agent_send_s
+    receipts_s: float = _WAITS.receipts_s
+    cursors_s: float = _WAITS.cursors_s
+    cursor_search_s: float = _WAITS.cursor_search_s
+    commit_linger_s: float = _WAITS.commit_linger_s
+    term_budget_s: float = _WAITS.term_s
+    log_timeout_s: float = _WAITS.log_s
     poll_s: float = 0.02
-    tail_poll_s: float = 2.0
-    registry_ttl_s: float = 15.0
+    tail_poll_s: float = _WAITS.tail_poll_s
+    registry_ttl_s: float = _WAITS.registry_ttl_s
     nice: int = 10
     persist_threads: int = 2
     reuse: bool = False
     keep: str = "all"
-    gc_s: float = 60.0
+    gc_s: float = _WAITS.gc_s
 
     def check(self) -> AgentConfig:
         """Return itself if it can be used.

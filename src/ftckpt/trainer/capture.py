@@ -23,7 +23,7 @@ from ftckpt.trainer.layout import Box, Held, Ownership, dtype_name, exchange, he
 from ftckpt.trainer.naming import memory_key
 from ftckpt.trainer.states import StateRegistry
 
-__all__ = ["Capturer", "Fence", "Frozen", "Plan"]
+__all__ = ["Capturer", "Frozen", "Plan"]
 
 _Copies = list[list[torch.Tensor]]
 _TARGETS = 4  # views of that many targets are kept
@@ -58,22 +58,6 @@ class Frozen:
         if self._copies is not None:
             self._pool[:] = [self._copies]
             self._copies = None
-
-
-class Fence:
-    """A fill in flight (accelerators only; on a CPU it is over already)."""
-
-    def __init__(self, events: Sequence[Any] = ()) -> None:
-        self._events = tuple(events)
-
-    def wait(self) -> None:
-        """Return when the image is complete."""
-        for event in self._events:
-            event.synchronize()
-
-    def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(event.query() for event in self._events)
 
 
 class Capturer:
@@ -166,23 +150,18 @@ class Capturer:
             frozen: from ``freeze``, for that plan.
             target: writable memory of at least ``plan.table.image_bytes`` bytes, aligned to 16.
         """
-        self.start_fill(plan, frozen, target).wait()
-
-    def start_fill(self, plan: Plan, frozen: Frozen, target: memoryview) -> Fence:
-        """Like ``fill``, but tensors on an accelerator are still being copied on a side stream when it returns.
-
-        Until the fence is passed, the optimizer must not step, and ``frozen`` must not be released.
-        """
         if frozen.layout_id != plan.layout_id:
             raise ConfigError("these frozen values belong to another plan", todo="call prepare and freeze again")
         with torch.no_grad(), self._lock:
             goal = self._goal(plan, target)
             if goal is None:
-                return Fence()
+                return
             events = [self._copy(batch, views, batch.sources, goal) for batch, views in zip(plan.live, goal.live, strict=True)]
             for batch, views, copies in zip(plan.frozen, goal.frozen, frozen.copies, strict=True):
                 events.append(self._copy(batch, views, copies, None))
-            return Fence([event for event in events if event is not None])
+        for event in events:  # of accelerators; on a CPU a copy is over when it returns
+            if event is not None:
+                event.synchronize()
 
     def release(self) -> None:
         """Drop cached views, so that the targets' memory can be unmapped."""
