@@ -8,15 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobkit import Jobs, Run
+from torch import nn
 
-from ftckpt import load_model
+from ftckpt import Checkpointer, digest_of, load_model
+from ftckpt.errors import ConfigError, DeadlineExceeded
 from ftckpt.flows.verify import verify
+from ftckpt.link import launch
 from ftckpt.wiring import open_log, open_store
 from unit.stores.s3_server import make_bucket, proxy, s3_server
 
@@ -196,18 +200,6 @@ def test_with_both_tiers_gone_nothing_starts_from_zero(files: TierJobs) -> None:
     assert not Path(files.durable, "job", "generations").exists()
 
 
-@pytest.mark.covers("F30", "I8")
-def test_both_tiers_stay_bound_to_each_other(files: TierJobs) -> None:
-    assert resumed(files.run("--steps", 5, "--every", 5)) == 0
-    forgotten = files.run("--steps", 6, FTCKPT_DURABLE="")
-    assert forgotten.of("error")[0]["kind"] == "ConfigError"
-    assert "no durable tier was given" in forgotten.of("error")[0]["text"]
-    shutil.rmtree(Path(files.durable) / "job")
-    emptied = files.run("--steps", 6)
-    assert "not mounted, or was emptied" in emptied.of("error")[0]["text"]
-    assert not (forgotten.of("resumed") + emptied.of("resumed"))
-
-
 @pytest.mark.covers("I9", "F79")
 def test_the_verbs_show_where_generations_are_and_read_from_either(objects: TierJobs, tmp_path: Path) -> None:
     run = objects.run("--steps", 6, "--every", 3)
@@ -230,45 +222,61 @@ def test_the_verbs_show_where_generations_are_and_read_from_either(objects: Tier
     copied = objects.json("cp", "job", str(tmp_path / "copy"))
     assert copied["copied"]["step"] == 6
     assert len(objects.json("ls", "job", root=objects.durable)["entries"]) == len(listed["entries"])
-    from torch import nn
-
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
     load_model("job", model, root=str(objects.root), log=objects.log)
-    from ftckpt import digest_of
-
     assert digest_of(model) == run.of("step")[-1]["params"]
+
+
+@pytest.fixture
+def here(jobs: Jobs, tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
+    """Opens the job in this process; its agents, whose trainer says goodbye, have ended with the test."""
+
+    def opened(**options: Any) -> Checkpointer:
+        return Checkpointer.open("job", jobs.root, runtime_dir=str(jobs.runtime), log=f"sqlite://{tmp_path}/log.sqlite3", **options)
+
+    yield opened
+    end = time.monotonic() + 30
+    while jobs.agents() and time.monotonic() < end:
+        launch.reap()
+        time.sleep(0.05)
+    launch.reap()
 
 
 @pytest.mark.covers("A5", "I6")
 @pytest.mark.parametrize("acknowledge", ["durable", "first"])
-def test_a_handle_tells_when_the_durable_tier_has_it(jobs: Jobs, tmp_path: Path, acknowledge: str) -> None:
-    from torch import nn
-
-    from ftckpt import Checkpointer
-    from ftckpt.errors import DeadlineExceeded
-
+def test_a_handle_tells_when_the_durable_tier_has_it(here: Callable[..., Checkpointer], tmp_path: Path, acknowledge: str) -> None:
     durable, aside = tmp_path / "durable", tmp_path / "unmounted"
-    with Checkpointer.open(
-        "job",
-        jobs.root,
-        durable=str(durable),
-        acknowledge=acknowledge,
-        runtime_dir=str(jobs.runtime),
-        log=f"sqlite://{tmp_path}/log.sqlite3",
-    ) as ckpt:
+    with here(durable=str(durable), acknowledge=acknowledge) as ckpt:
         ckpt.register(model=nn.Linear(4, 4))
         ckpt.resume()
-        ckpt.save().wait(30, until="placed")
+        ckpt.step()
+        ckpt.save().wait(60, until="placed")
         durable.rename(aside)
+        ckpt.step()
         handle = ckpt.save()
-        handle.wait(30, until="persisted")
+        handle.wait(60, until="persisted")
         if acknowledge == "first":
-            handle.wait(30)
+            handle.wait(60)
         with pytest.raises(DeadlineExceeded):
             handle.wait(1, until="placed")
         assert (handle.persisted, handle.committed, handle.placed) == (True, acknowledge == "first", False)
         aside.rename(durable)
-        entry = handle.wait(30, until="placed")
+        entry = handle.wait(60, until="placed")
         assert entry is not None
         assert (handle.committed, handle.placed) == (True, True)
         assert (durable / "job" / "generations" / entry.location / "manifest.json").exists()
+
+
+@pytest.mark.covers("F30", "I8")
+def test_both_tiers_stay_bound_to_each_other(here: Callable[..., Checkpointer], tmp_path: Path) -> None:
+    durable = tmp_path / "durable"
+    here(durable=str(durable)).close()
+    with pytest.raises(ConfigError, match="no durable tier was given"):
+        here()
+    with pytest.raises(ConfigError, match="is the first tier of"):
+        here(durable=str(tmp_path / "another"))
+    shutil.rmtree(durable)
+    durable.mkdir()
+    with pytest.raises(ConfigError, match="not mounted, or was emptied"):
+        here(durable=str(durable))
+    assert list(durable.iterdir()) == []
