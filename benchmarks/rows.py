@@ -39,40 +39,44 @@ class Bench:
     rows: tuple[Row, ...]
 
 
-DIRECT = ("limits.write.direct", "limits.write.direct2")
+DIRECT = ("limits.write.direct", "limits.write.direct2", "limits.write.huge", "limits.write.huge2")
+
+TRAIN_PARTIES = ("ours.train_all_cores", "ours.train_spare_core")
+TRAIN_ROWS = (
+    Row("train.meanwhile", "a training step while persisting, all cores busy", "ours.train_all_cores.meanwhile", ("ours.train_all_cores.alone",),
+        "a step alone", 1 / 0.9),
+    Row("train.meanwhile.spare", "a training step while persisting, one thread", "ours.train_spare_core.meanwhile",
+        ("ours.train_spare_core.alone",), "a step alone", 1 / 0.95),
+    Row("train.persist", "save() returned -> committed, all cores busy", "ours.train_all_cores.committed", ("ours.train_all_cores.idle",),
+        "until committed, idle", 3.0),
+)  # fmt: skip
 
 BENCHES = {
     "save": Bench(
         "what training waits for, and until a generation is committed (etcd)",
         (
             "limits.memcpy", "limits.write", "ours.save", "peers.torch_save", "peers.safetensors_save", "peers.dcp_save", "peers.dcp_async_save",
+            *TRAIN_PARTIES,
         ),
         (
             Row("save.wait", "save(): training waits", "ours.save.wait", ("limits.memcpy.copy",), "warm memcpy", 1.2,
                 (Peer("DCP async_save: wait", "peers.dcp_async_save.wait", 0.2),)),
+            Row("save.bound", "one warm memcpy, which no save() on a CPU can do without", "limits.memcpy.copy", ("peers.dcp_async_save.wait",),
+                "DCP async_save: wait", None),
             Row("save.wait.first", "the first save()", "ours.save.first", ("limits.memcpy.copy",), "warm memcpy", 2.0),
-            Row("save.committed", "save() returned -> committed", "ours.save.committed", DIRECT, "O_DIRECT write+fsync", 1.3,
+            Row("save.committed", "save() returned -> committed", "ours.save.committed", DIRECT, "O_DIRECT write+fsync, the best", 1.3,
                 (
+                    Peer("O_DIRECT, small pages", "limits.write.direct"),
                     Peer("buffered write+fsync", "limits.write.buffered"),
                     Peer("torch.save+fsync", "peers.torch_save.write", 0.5),
                     Peer("safetensors+fsync", "peers.safetensors_save.write"),
                     Peer("DCP save", "peers.dcp_save.write"),
                     Peer("DCP async_save: written", "peers.dcp_async_save.written"),
                 )),
+            *TRAIN_ROWS,
         ),
     ),
-    "train": Bench(
-        "training while the agent persists",
-        ("ours.train_all_cores", "ours.train_spare_core"),
-        (
-            Row("train.meanwhile", "a step while persisting, all cores busy", "ours.train_all_cores.meanwhile", ("ours.train_all_cores.alone",),
-                "a step alone", 1 / 0.9),
-            Row("train.meanwhile.spare", "a step while persisting, one thread", "ours.train_spare_core.meanwhile", ("ours.train_spare_core.alone",),
-                "a step alone", 1 / 0.95),
-            Row("train.persist", "until committed, all cores busy", "ours.train_all_cores.committed", ("ours.train_all_cores.idle",),
-                "until committed, idle", 3.0),
-        ),
-    ),
+    "train": Bench("training while the agent persists", TRAIN_PARTIES, TRAIN_ROWS),
     "load": Bench(
         "resume: verified load into live tensors",
         ("peers.mmap_load", "ours.load", "peers.torch_load", "peers.dcp_load"),
@@ -154,6 +158,23 @@ BENCHES = {
             Row("log.period", "all calls of 1 000 replicas in 5 s", "ours_log.replicas.period", 5.0, "5 s, one client process", 1.0),
             Row("log.cpu", "etcd's CPU for these calls", "ours_log.replicas.cpu", 5.0, "5 s, one core", 1.0),
             Row("log.see", "the lines of 1 000 replicas are read", "ours_log.replicas.see", 1.0, "1 s", None),
+        ),
+    ),
+    "restart": Bench(
+        "torchrun after a killed worker",
+        ("torchrun_restart.worker_v3", "torchrun_restart.worker_c10d", "torchrun_restart.worker_etcd", "torchrun_restart.worker_v2"),
+        (
+            Row("restart.worker", "etcd-v3: SIGKILL of one of two workers -> both met again", "torchrun_restart.worker_v3.again",
+                ("torchrun_restart.worker_c10d.again",), "c10d, no etcd", None,
+                (Peer("etcd", "torchrun_restart.worker_etcd.again"), Peer("etcd-v2", "torchrun_restart.worker_v2.again"))),
+        ),
+    ),
+    "reform": Bench(
+        "torchrun --nnodes=1:2 after a killed node",
+        ("torchrun_restart.node_v3", "torchrun_restart.node_etcd", "torchrun_restart.node_v2"),
+        (
+            Row("restart.node", "etcd-v3: SIGKILL of one of two nodes -> the other works alone", "torchrun_restart.node_v3.again",
+                ("torchrun_restart.node_v2.again",), "etcd-v2, same settings", None, (Peer("etcd", "torchrun_restart.node_etcd.again"),)),
         ),
     ),
 }  # fmt: skip

@@ -117,6 +117,30 @@ def test_a_writer_stopped_beyond_every_lease_is_refused_and_cleaned_up_and_the_j
     log.close()
 
 
+@pytest.mark.covers("F58", "I2", "I3")
+@pytest.mark.parametrize("first", ["the-one-begun-before", "the-other"])
+def test_a_save_begun_before_the_role_moved_is_appended_if_no_later_step_came_first_else_superseded(
+    rig: Rig, server: EtcdServer, first: str
+) -> None:
+    before, after = (rig.trainer(on(rig, server.url, name)).attach() for name in ("a", "b"))
+    assert before.save().wait(LONG) == "committed"
+    after.at = before.at
+    os.kill(before.client.agent_pid, signal.SIGSTOP)
+    begun = before.save()  # step 2, by the replica that has the role now; its agent gets to it later
+    after.step()  # both make step 2
+    later = None
+    if first == "the-other":
+        later = after.save()  # step 3, by the replica that has the role then
+        assert later.wait(LONG) == "committed"
+    os.kill(before.client.agent_pid, signal.SIGCONT)
+    assert begun.wait(LONG) == ("dropped" if later else "committed")
+    if later is None:
+        assert after.save().wait(LONG) == "committed"
+    found = [(e.step, e.writer) for e in entries(server.url)]
+    assert found == [(1, "a"), *([] if later else [(2, "a")]), (3, "b")]
+    assert until(lambda: len(generations(rig)) == len(found), LONG)
+
+
 def far(trainer: Trainer) -> object:
     """Five steps on by itself."""
     for _ in range(5):

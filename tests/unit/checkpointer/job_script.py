@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 
 warnings.filterwarnings("ignore")
@@ -15,7 +16,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
-from ftckpt import AtEnd, Checkpointer, Every, Never, digest_of  # noqa: E402
+from ftckpt import AtEnd, Checkpointer, Every, Never, Warned, digest_of  # noqa: E402
 from ftckpt.errors import FtckptError  # noqa: E402
 
 
@@ -34,6 +35,7 @@ def main() -> None:
     p.add_argument("--workers", type=int, default=0)
     p.add_argument("--fresh", action="store_true")
     p.add_argument("--resume-step", type=int, default=None)
+    p.add_argument("--slow", type=float, default=0.0)  # seconds after each step
     p.add_argument("--then", default="")  # what to do after the last step: kill, raise, wait, unstorable
     a = p.parse_args()
     torch.manual_seed(0)
@@ -49,6 +51,7 @@ def main() -> None:
     policy = Every(a.every) | AtEnd() if a.every else Never()
     with Checkpointer.open(job=a.job, root=a.root, log=a.commit_log, policy=policy) as ckpt:
         ckpt.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        ckpt.on(Warned, lambda e: say(event="warned", step=e.step, kind=e.kind, text=e.text, waiting=e.waiting))
         if a.then == "unstorable":
             ckpt.register(odd={"value": lambda: None})
         report = ckpt.resume(fresh=a.fresh, step=a.resume_step)
@@ -73,6 +76,7 @@ def main() -> None:
                 )
                 if ckpt.current_step >= a.steps:
                     break
+                time.sleep(a.slow)
         if a.then == "save-kill":
             handle = ckpt.save()
             say(event="saved", step=handle.step)

@@ -160,6 +160,18 @@ def test_sigterm_while_training_leaves_a_job_that_resumes(jobs: Jobs) -> None:
     assert run.of("resumed")[0]["step"] == newest
 
 
+@pytest.mark.covers("F78", "I14")
+def test_settings_that_contradict_each_other_are_all_told_at_once_before_anything_is_written(jobs: Jobs) -> None:
+    wrong = {"FTCKPT_SLOTS": "0", "FTCKPT_ON_BUSY": "sometimes", "FTCKPT_DEADLINES_LOG_S": "-1", "FTCKPT_KEEP": "last:0"}
+    run = jobs.run("--steps", 3, **wrong)
+    assert run.status == 2
+    (error,) = run.of("error")
+    assert error["kind"] == "ConfigError"
+    said = ("FTCKPT_SLOTS", "FTCKPT_ON_BUSY", "deadlines.log_s", "FTCKPT_KEEP")
+    assert [name for name in said if name not in error["text"]] == []
+    assert list(jobs.root.iterdir()) == []
+
+
 @pytest.mark.covers("F33")
 @pytest.mark.parametrize("name", ["", "none", "a/b", ".."])
 def test_a_bad_job_name_is_refused_before_anything_is_written(jobs: Jobs, name: str) -> None:

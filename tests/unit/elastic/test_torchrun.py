@@ -1,8 +1,7 @@
-"""Real torchrun on a real etcd: start, restart of a killed worker, a node that dies, an outage; and torch's own etcd recipe."""
+"""Real torchrun on a real etcd: start, restart of a killed worker, a node that dies, an outage; and torch's own etcd recipes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -16,89 +15,9 @@ import pytest
 
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd
 from ftckpt.testing.log_world import eventually
+from ftckpt.testing.torchrun import Torchrun
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]
-
-# A worker that meets the others, says so in a line of a file of its own, and works with them until told to end.
-WORKER = """
-import json, os, sys, time
-import torch, torch.distributed as dist
-out, stop = sys.argv[1:]
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-line = {"pid": os.getpid(), "rank": dist.get_rank(), "world": int(total.item()), "restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "time": time.time()}
-with open(os.path.join(out, f"{os.getpid()}.json"), "w") as f:
-    f.write(json.dumps(line))
-ended = torch.zeros(1)
-while not ended.item():
-    time.sleep(0.05)
-    ended.fill_(os.path.exists(stop))
-    dist.all_reduce(ended, dist.ReduceOp.MAX)
-dist.destroy_process_group()
-"""
-
-
-class Torchrun:
-    """One torchrun with its workers' reports; ended with its process group."""
-
-    def __init__(self, folder: Path, backend: str, endpoint: str, *options: str, env: dict[str, str] | None = None) -> None:
-        self.folder = folder
-        (folder / "reports").mkdir(parents=True, exist_ok=True)
-        (folder / "worker.py").write_text(WORKER)
-        command = [
-            sys.executable, "-m", "torch.distributed.run", f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}",
-            "--local-addr=127.0.0.1", *options, str(folder / "worker.py"), str(folder / "reports"), str(folder / "stop"),
-        ]  # fmt: skip
-        self.log = open(folder / f"torchrun-{time.monotonic_ns()}.log", "w+b")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        )
-
-    def reports(self) -> list[dict[str, float]]:
-        found = []
-        for path in (self.folder / "reports").iterdir():
-            with contextlib.suppress(json.JSONDecodeError):
-                found.append(json.loads(path.read_text()))
-        return found
-
-    def meet(self, count: int, world: int, seconds: float = 60, *, restart: int | None = None) -> list[dict[str, float]]:
-        """Wait until so many workers have reported a world of that size."""
-
-        def those() -> list[dict[str, float]]:
-            return [r for r in self.reports() if r["world"] == world and restart in (None, r["restart"])]
-
-        try:
-            eventually(f"{count} workers in a world of {world}", lambda: len(those()) >= count, seconds)
-        except Exception as error:
-            raise AssertionError(f"{error}; reports {self.reports()}; {self.output()[-3000:]}") from error
-        return those()
-
-    def finish(self) -> int:
-        (self.folder / "stop").touch()
-        return self.process.wait(60)
-
-    def output(self) -> str:
-        self.log.flush()
-        return Path(self.log.name).read_text(errors="replace")
-
-    def kill(self) -> None:
-        """SIGKILL to the agent and to every worker: its node is gone."""
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True).stdout.split()
-        for pid in (self.process.pid, *map(int, children)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        self.log.close()
 
 
 @pytest.fixture
@@ -196,21 +115,34 @@ def test_a_node_that_dies_is_left_behind_and_one_that_comes_is_taken_in(server: 
 
 
 @pytest.mark.slow
-def test_the_documented_recipe_for_torchs_own_etcd_backend_works(tmp_path: Path, runs: list[Torchrun]) -> None:
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_the_documented_recipe_for_torchs_own_etcd_backends_works(tmp_path: Path, runs: list[Torchrun], backend: str) -> None:
     pytest.importorskip("etcd")
     with EtcdServer(options=("--enable-v2",), fsync=False) as server:
-        run = Torchrun(
-            tmp_path,
-            "etcd",
-            server.endpoint,
-            "--nnodes=1",
-            "--nproc-per-node=2",
-            "--rdzv-id=legacy",
-            "--max-restarts=1",
-            "--monitor-interval=0.2",
-        )
+        options = ("--nnodes=1", "--nproc-per-node=2", "--rdzv-id=recipe", "--max-restarts=1", "--monitor-interval=0.2")
+        run = Torchrun(tmp_path, backend, server.endpoint, *options)
         runs.append(run)
         victim = run.meet(2, 2)[0]
         os.kill(int(victim["pid"]), signal.SIGKILL)
         run.meet(2, 2, 60, restart=1)
         assert run.finish() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F71")
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_without_the_v2_api_torchs_own_backends_fail_as_doctor_says(
+    server: EtcdServer, tmp_path: Path, runs: list[Torchrun], backend: str
+) -> None:
+    pytest.importorskip("etcd")
+    run = Torchrun(tmp_path, backend, server.endpoint, "--nnodes=1", "--nproc-per-node=1", "--rdzv-id=v2")
+    runs.append(run)
+    assert run.process.wait(90) != 0
+    assert run.reports() == []
+    doctor = subprocess.run(
+        [sys.executable, "-m", "ftckpt", "doctor", "--log", server.url, "--json"], capture_output=True, text=True, timeout=60
+    )
+    (v2,) = [c for c in json.loads(doctor.stdout)["checks"] if c["name"].endswith("v2 API")]
+    assert f"{backend} " in v2["text"].replace("=", " ")
+    assert "will fail" in v2["text"]
+    assert "--rdzv-backend=etcd-v3" in v2["todo"]
