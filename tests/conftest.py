@@ -15,6 +15,7 @@ UNIT = Path(__file__).parent / "unit"
 SLOW = [
     *(UNIT / name for name in ("checkpointer", "heal", "replicas", "elastic")),
     UNIT / "agent" / "test_agents_on_etcd.py",
+    UNIT / "agent" / "test_agent_tiers.py",
     UNIT / "commitlog" / "test_etcd_outage.py",
     UNIT / "commitlog" / "test_etcd_cluster.py",
     UNIT / "data" / "test_killed_trainers.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -180,21 +179,6 @@ def test_retention_removes_from_both_tiers_and_keep_local_only_from_the_first(ti
     assert tiers.placed() == {3: {"durable"}, 4: {"durable"}, 5: {"first", "durable"}}
 
 
-@pytest.mark.covers("I7", "B3")
-def test_a_removal_that_fails_in_one_tier_is_done_later(tiers: Tiers) -> None:
-    trainer = tiers.trainer(keep="last:1")
-    trainer.save().wait(20.0)
-    (oldest,) = tiers.names(tiers.durable)
-    base = tiers.durable / "job" / "generations"
-    inside = base / oldest / "cursors"
-    inside.mkdir(exist_ok=True)
-    trainer.save().wait(20.0)
-    assert until(lambda: oldest not in tiers.names(tiers.first), 20.0)
-    shutil.copytree(base / tiers.names(tiers.durable)[-1], base / oldest) if oldest not in tiers.names(tiers.durable) else None
-    trainer.save().wait(20.0)
-    assert until(lambda: len(tiers.names(tiers.first)) == 1, 20.0)
-
-
 @pytest.mark.covers("I1", "I11")
 def test_two_ranks_copy_a_shard_each_and_one_of_another_host_is_found_in_the_durable_tier(tiers: Tiers) -> None:
     elsewhere = tiers.rig.tmp / "other-host"
@@ -220,9 +204,7 @@ def test_a_replica_on_another_host_puts_its_cursor_into_the_durable_tier(tiers: 
         expected = (member_id("a"), member_id("b"))
         other.at = writer.step()
         other.client.cursor_at(other.at.step, other.at.h, other.cursor())
-        save = writer.save(
-            trajectory=writer.at, expected=expected, cursor=writer.cursor(), counts={str(m): 3 for m in expected}
-        )
+        save = writer.save(trajectory=writer.at, expected=expected, cursor=writer.cursor(), counts={str(m): 3 for m in expected})
         assert save.wait(30.0) == "committed"
         manifest = tiers.rig.manifest(tiers.rig.entries()[-1].location)  # type: ignore[attr-defined]
         assert {c.replica for c in manifest.cursors} == {"a", "b"}
