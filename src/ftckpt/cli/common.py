@@ -12,7 +12,8 @@ import msgspec
 import typer
 
 from ftckpt import config, wiring
-from ftckpt.errors import ConfigError, Damaged, LogError, NotFound
+from ftckpt.errors import ConfigError, Damaged, LogError, NotFound, StoreError
+from ftckpt.stores.tiered import tiers_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,13 +81,31 @@ def opened(
         store.close()
 
 
+def has_job(store: BlobStore, job: str) -> bool:
+    """Whether the root has anything of a job; with tiers, whether one that answers has.
+
+    Raises:
+        StoreError: none answers, or those that do have nothing.
+    """
+    down: StoreError | None = None
+    for _, tier in tiers_of(store):
+        try:
+            if tier.listdir(job):
+                return True
+        except StoreError as e:
+            down = e
+    if down is not None:
+        raise down
+    return False
+
+
 def require_job(store: BlobStore, job: str) -> None:
     """Refuse a job that the root has nothing of.
 
     Raises:
         NotFound: lists the jobs that it has. ConfigError: its directory is another job's.
     """
-    if not store.listdir(job):
+    if not has_job(store, job):
         have = ", ".join(wiring.jobs_in(store)) or "no job"
         raise NotFound(f"root {store.url} has no job {job!r}", now=f"it has {have}", todo="check the job's name and --root")
     marker = wiring.read_marker(store, job)

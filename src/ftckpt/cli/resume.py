@@ -47,7 +47,7 @@ def resume(
         raise ConfigError("--dry-run starts nothing, but a command is given", now="nothing was done", todo="leave one of them out")
     request = _request(step, generation, fresh)
     with common.opened(job, root, log, config, timeout, must_exist=False) as parts:
-        if not parts.settings.new_job and not parts.store.listdir(job) and _others(parts, job):
+        if not parts.settings.new_job and not common.has_job(parts.store, job) and _others(parts, job):
             common.require_job(parts.store, job)
         common.check_log(parts)
         with progress_bar(0, "verifying") as progress:
