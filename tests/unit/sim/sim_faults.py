@@ -77,8 +77,8 @@ class Plan:
 
     @property
     def partial(self) -> bool:
-        """Whether groups may commit a step that others do not."""
-        return self.torchft and (self.late > 0 or any(a.kind.startswith("stop") for a in self.acts))
+        """Whether a group may rightly make a step again that another one has made, and not got into the log."""
+        return self.torchft and (self.late > 0 or any(a.kind.startswith(("stop", "cut", "log", "lost", "disk")) for a in self.acts))
 
     def arm(self, world: World) -> None:
         """Plan everything in the world's scheduler."""

@@ -128,12 +128,12 @@ class Judge:
             found = files.get(f"{base}/{small['file']}")
             if found is None or hashlib.sha256(found).hexdigest() != small["sha256"]:
                 return None, f"{small['file']} missing or changed"
-        held = set()
+        held, sizes = set(), {s["file"]: s["bytes"] for s in told["shards"]}
         for rank in range(told["group_world_size"]):
             name = f"shard-{rank:05d}-of-{told['group_world_size']:05d}.safetensors"
             shard = files.get(f"{base}/{name}")
-            if shard is None:
-                return None, f"{name} missing"
+            if shard is None or sizes.get(name) != len(shard):
+                return None, f"{name} missing, or not as the manifest says"
             node, of = struct.unpack_from("<qq", shard, 8 + int.from_bytes(shard[:8], "little"))
             if of != rank:
                 return None, f"{name} holds rank {of}"

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 EPOCH = 1.7e9
+REAL_S = 60.0  # one schedule takes some milliseconds
 
 
 class Killed(BaseException):
@@ -121,7 +122,8 @@ class Scheduler:
         follows = self.next_task()
         if follows is not None:
             self.hand(follows)
-            self._main.acquire()
+            if not self._main.acquire(timeout=REAL_S):
+                raise RuntimeError("the baton is lost: something under test waits for real time or a real thread")
         if self._timers and until < float("inf"):
             self.now = max(self.now, until)
 
@@ -262,7 +264,10 @@ class Scheduler:
                     what.woken = False
             else:
                 self.now = max(self.now, when)
-                what()  # type: ignore[operator]
+                try:
+                    what()  # type: ignore[operator]
+                except Exception:
+                    self.crashes.append(f"planned for {when:.1f}: {real_traceback.format_exc()}")
 
     def hand(self, task: Task | None) -> None:
         """Pass the baton; to the outside, if there is no task."""
@@ -444,6 +449,33 @@ class SimpleQueue:
 
     def qsize(self) -> int:
         return len(self._items)
+
+
+class Future:
+    """A result to wait for."""
+
+    def __init__(self) -> None:
+        self._done = Event()
+        self._result: object = None
+        self._error: BaseException | None = None
+
+    def set_result(self, result: object) -> None:
+        self._result = result
+        self._done.set()
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> object:
+        if not self._done.wait(timeout):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 IDLE = 4.0

@@ -5,6 +5,7 @@ python tests/unit/sim/sim_world.py 4711        # one schedule again, told call b
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -329,6 +330,7 @@ def simulated() -> Iterator[None]:
     spaces = [
         (threading, sim_threads.THREADING), (time, sim_threads.TIME), (queue, sim_threads.QUEUE), (uuid, sim_threads.UUID),
         (traceback, sim_threads.TRACEBACK),
+        (concurrent.futures.Future, sim_threads.Future),
     ]  # fmt: skip
     undo: list[Callable[[], None]] = []
 
