@@ -315,11 +315,14 @@ class Runner:
         finally:
             log.close()
             store.close()
-        if not any(x.kind == "generation" for x in entries):
-            found.append(f"{beside.plan.job} has committed nothing")
+        lines = read_history(beside.history)
+        there = {x.location for x in entries}
+        found += [
+            f"{beside.plan.job} was told that {x.location} is committed" for x in lines if x.kind == "acked" and x.location not in there
+        ]
         shared = {x.trajectory for x in entries} & {x.trajectory for x in self.entries.values()}
         found += [f"both jobs have an entry of trajectory {h[:8]}" for h in shared]
-        steps = [x.step for x in read_history(beside.history) if x.kind == "resumed"]
+        steps = [x.step for x in lines if x.kind == "resumed"]
         if any(step == 0 for step in steps[1:]) and any(x.kind == "generation" for x in entries[:1]):
             found.append(f"{beside.plan.job} began at zero again: it resumed at steps {steps}")
         return tuple(found)

@@ -61,7 +61,7 @@ KINDS: dict[str, Kind] = {
         Kind(name="disk-slow", hold=(2, 12)),
         Kind(name="disk-readonly", hold=(1, 8)),
         Kind(name="clock-jump", hold=(2, 15)),  # a unit's wall clock jumps by seconds, hours or days, and back
-        Kind(name="neighbour", hold=(15, 30), weight=0.5),  # another job on the same log and root works a while, and is killed
+        Kind(name="neighbour", hold=(8, 30), weight=0.5),  # another job on the same log and root works a while, and is killed
         Kind(
             name="two-lighthouses", needs=("peers",), hold=(4, 12), weight=0.5
         ),  # a unit is started with another lighthouse, and comes back
