@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from jobkit import Jobs
+from replicakit import ReplicaJob
+
+from ftckpt.testing.etcd_server import EtcdServer
 
 
 @pytest.fixture
@@ -17,3 +20,12 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     yield made
     for pid in made.agents():
         os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[ReplicaJob]:
+    """A job of torchft replicas on an etcd of its own."""
+    with EtcdServer(fsync=False) as server:
+        made = ReplicaJob(tmp_path, server)
+        yield made
+        made.close()
