@@ -16,7 +16,7 @@ from ftckpt.domain.lineage import LogView
 from ftckpt.domain.names import generation_dir
 from ftckpt.domain.retention import RetentionPlan, Verdict, plan
 from ftckpt.errors import Damaged, FtckptError, LogRegressed, LogUnreachable, TailMoved
-from ftckpt.flows.leftovers import Leftover, being_read, leftovers, mark_in, names_in, referrers
+from ftckpt.flows.leftovers import Leftover, being_read, leftovers, mark_in, names_in, referrers, unrecorded
 from ftckpt.flows.select import view
 from ftckpt.flows.verify import verify
 from ftckpt.format.manifest import MANIFEST, Manifest, decode
@@ -37,7 +37,7 @@ class GcPlan(msgspec.Struct, frozen=True, kw_only=True):
         leftovers: directories without a record.
         unsound: (index, why) of generations that were found not to verify.
         referred: (directory, who refers to its files) of what kept generations refer to; such files stay, with or without record.
-        held: the same of withdrawn generations that are still being read.
+        held: the same of withdrawn generations that are still being read, and of complete ones without record.
         gone: indices of withdrawn records whose directory is not there any more.
     """
 
@@ -105,6 +105,7 @@ def make_plan(
     made, unsound = _verified(
         log, store, job, policy, seen, full, set() if sound is None else sound, set(hold), time.time() if now is None else now
     )
+    held |= unrecorded(rest)
     referred = referrers(v.entry for v in made.verdicts if v.keep)
     return GcPlan(
         job=job,

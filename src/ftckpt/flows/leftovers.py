@@ -39,6 +39,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
         why: the reason, either way.
         later: it may become rubbish, or be appended, later on.
         shared: its record was withdrawn, nobody reads it, and generations refer to its files.
+        refers: directories whose files it refers to, of what never had a record, is complete and stays.
         index: of the record that it had; -1 where none is known.
         bytes: size of its files.
     """
@@ -48,6 +49,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     later: bool = False
     shared: bool = False
+    refers: tuple[str, ...] = ()
     index: int = -1
     bytes: int = 0
 
@@ -110,10 +112,20 @@ def leftovers(
     Raises:
         LogError: the log does not answer. StoreError: the root cannot be listed.
     """
-    recorded = {e.location for e in seen.entries}
-    judge_one = _Judge(log, store, job, seen, {location: index for index, location in noted.items()}, referred, orphans)
-    found = [judge_one(name) for text in names if text not in recorded and (name := GenerationName.parse(text)) is not None]
-    return (*found, *_trash(store, job))
+    recorded, had = {e.location for e in seen.entries}, set(noted.values())
+    parsed = [name for text in names if text not in recorded and (name := GenerationName.parse(text)) is not None]
+    one = _Judge(log, store, job, seen, {location: index for index, location in noted.items()}, orphans)
+    found = {name: one(name, referred) for name in parsed if str(name) not in had}
+    more = {**unrecorded(found.values()), **referred}
+    found |= {name: one(name, more) for name in parsed if str(name) in had}
+    return (*(found[name] for name in parsed), *_trash(store, job))
+
+
+def unrecorded(found: Iterable[Leftover]) -> dict[str, str]:
+    """By directory: which complete generations without record refer to its files; ``ftckpt log rebuild`` may want them."""
+    return {
+        location: f"{left.path.rpartition('/')[2]}, which has no record, refers to its files" for left in found for location in left.refers
+    }
 
 
 def size_of(store: BlobStore, path: str) -> int:
@@ -142,26 +154,25 @@ class _Judge:
         job: str,
         seen: LogView,
         noted: Mapping[str, int],
-        referred: Mapping[str, str],
         orphans: bool,
     ) -> None:
         self._log, self._store, self._job, self._seen = log, store, job, seen
-        self._noted, self._referred, self._orphans = noted, referred, orphans
+        self._noted, self._orphans = noted, orphans
         self._live = {(r.replica, r.incarnation) for r in log.replicas()}
 
-    def __call__(self, name: GenerationName) -> Leftover:
+    def __call__(self, name: GenerationName, referred: Mapping[str, str]) -> Leftover:
         path = generation_dir(self._job, str(name))
-        index, later, shared = -1, True, False
+        index, later, shared, refers = -1, True, False, tuple[str, ...]()
         try:
             index = self._record_of(name, path)
             if index >= 0:
                 rubbish, why = _withdrawn(self._log, index)
-                if rubbish and str(name) in self._referred:
-                    rubbish, why, shared = False, f"record #{index} was withdrawn; {self._referred[str(name)]}", True
+                if rubbish and str(name) in referred:
+                    rubbish, why, shared = False, f"record #{index} was withdrawn; {referred[str(name)]}", True
             else:
-                rubbish, why, later = self._attempt(name, path)
-                if rubbish and str(name) in self._referred:
-                    rubbish, why = False, self._referred[str(name)]
+                rubbish, why, later, refers = self._attempt(name, path)
+                if rubbish and str(name) in referred:
+                    rubbish, why = False, referred[str(name)]
         except (Damaged, ConfigError) as e:
             rubbish, why, later = False, f"not provably an attempt of this job: {e.what}", False
         return Leftover(
@@ -170,6 +181,7 @@ class _Judge:
             why=why,
             later=later and not rubbish,
             shared=shared,
+            refers=() if rubbish else refers,
             index=index,
             bytes=size_of(self._store, path),
         )
@@ -181,21 +193,21 @@ class _Judge:
         mark = mark_in(self._store, path)
         return mark.index if mark is not None and mark.log == self._seen.uuid else -1
 
-    def _attempt(self, name: GenerationName, path: str) -> tuple[bool, str, bool]:
-        """Of what never had a record: whether it is rubbish, why, and whether that may change."""
+    def _attempt(self, name: GenerationName, path: str) -> tuple[bool, str, bool, tuple[str, ...]]:
+        """Of what never had a record: whether it is rubbish, why, whether that may change, and what it refers to."""
         store, seen = self._store, self._seen
         here = look(store, self._job, name)
         owner = _owner(store, path, self._job, name)
         if owner is None and not (store.leftovers(path) and not store.listdir(path)):
-            return False, f"not provably an attempt of this job: {here.why or 'no ' + INTENT + ' of this directory'}", False
+            return False, f"not provably an attempt of this job: {here.why or 'no ' + INTENT + ' of this directory'}", False, here.refers
         # without an owner its writer died over the first file
         if owner is not None and here.trajectory is not None:
             rubbish, why = _complete(store, path, here, seen, self._orphans)
         else:
             rubbish, why = _incomplete(name, here, seen)
         if rubbish and owner is not None and (owner.writer, owner.incarnation) in self._live:
-            return False, f"{why}; its writer is alive and may still be at work", True
-        return rubbish, why, True
+            return False, f"{why}; its writer is alive and may still be at work", True, here.refers
+        return rubbish, why, True, here.refers
 
 
 def mark_in(store: BlobStore, path: str) -> Mark | None:

@@ -33,6 +33,7 @@ from ftckpt.testing.generations import write_generation
 
 JOB = "model"
 TABLE = plan_image([("w/x", "int64", (1,), (0,), (1,))])
+FROZEN = np.arange(200)  # what a save that reuses refers to
 WHO = st.sampled_from(["a", "b"])
 Truth = tuple[int, ...]
 
@@ -61,7 +62,7 @@ class Root(RuleBasedStateMachine):
         self.waiting: list[tuple[str, Candidate]] = []
         self.truths: dict[str, Truth] = {}  # by location
         self.acknowledged: set[str] = set()
-        self.readers: dict[str, tuple[int, str, dict[str, bytes]]] = {}
+        self.readers: dict[str, tuple[int, tuple[str, ...], dict[str, bytes]]] = {}
         self.backup: dict[str, object] | None = None
         self.restored = self.went_back = False
         self.count = 0
@@ -80,8 +81,8 @@ class Root(RuleBasedStateMachine):
             w.at, w.truth = source.at, source.truth
 
     # ------------------------------------------------------------ saving
-    @rule(who=WHO, stage=st.sampled_from(["files", "manifest", "record", "record"]), steps=st.integers(1, 2))
-    def saves(self, who: str, stage: str, steps: int) -> None:
+    @rule(who=WHO, stage=st.sampled_from(["files", "manifest", "record", "record"]), steps=st.integers(1, 2), reuse=st.booleans())
+    def saves(self, who: str, stage: str, steps: int, reuse: bool) -> None:
         w, tail = self.writers[who], self.log.tail()
         if tail is not None and w.at.step < tail.step:
             self.starts_anew(who)  # as a replica does that is behind the tail
@@ -90,8 +91,8 @@ class Root(RuleBasedStateMachine):
         self.count += 1
         attempt = attempt_id(w.at.h, who, self.count)
         entry = write_generation(
-            self.store, self.log, JOB, w.at.step, {"w/x": np.array([self.count])}, w.at, replicas=(who,), attempt=attempt, commit=False,
-            manifest=stage != "files",
+            self.store, self.log, JOB, w.at.step, {"w/x": np.array([self.count]), "w/frozen": FROZEN}, w.at, replicas=(who,), attempt=attempt,
+            commit=False, manifest=stage != "files", reuse=reuse,
         )  # fmt: skip
         self.truths[entry.location] = w.truth
         if stage == "files":
@@ -160,7 +161,8 @@ class Root(RuleBasedStateMachine):
             return
         entry = listed[which % len(listed)]
         self.log.read_begin(entry.index, who, ttl=1e6)
-        self.readers[who] = (entry.index, entry.location, self._files(entry.location))
+        places = (entry.location, *entry.refers)
+        self.readers[who] = (entry.index, places, self._files(places))
 
     @precondition(lambda self: self.readers)
     @rule(who=WHO)
@@ -169,8 +171,8 @@ class Root(RuleBasedStateMachine):
             index, _, _ = self.readers.pop(who)
             self.log.read_end(index, who)
 
-    def _files(self, location: str) -> dict[str, bytes]:
-        found = {info.path: self.store.get(info.path) for info in self.store.files(f"{JOB}/generations/{location}")}
+    def _files(self, places: tuple[str, ...]) -> dict[str, bytes]:
+        found = {info.path: self.store.get(info.path) for place in places for info in self.store.files(f"{JOB}/generations/{place}")}
         return {path: data for path, data in found.items() if not path.endswith("doomed.json")}
 
     @precondition(lambda self: self.truths)
@@ -241,8 +243,8 @@ class Root(RuleBasedStateMachine):
 
     @invariant()
     def what_is_being_read_stays(self) -> None:
-        for _, location, files in self.readers.values():
-            assert self._files(location) == files
+        for _, places, files in self.readers.values():
+            assert self._files(places) == files
 
 
 TestRoot = pytest.mark.covers("I1", "I2", "I7", "F9", "F81", "D13")(Root.TestCase)
