@@ -223,12 +223,14 @@ def reading(
     *,
     file: str | Path | None = None,
     env: Mapping[str, str] | None = None,
-    **more: Any,
+    log_s: float | None = None,
 ) -> Settings:
     """Settings of who only reads a job. A root that is named is looked at as it is: its own marker says whether there is a durable
     tier behind it, not what environment or file say of another root. Raises as :func:`load`.
     """
-    return load({"job": job, "root": root, "log": log, **({} if root is None else {"durable": ""}), **more}, file=file, env=env)
+    return load(
+        {"job": job, "root": root, "log": log, "deadlines.log_s": log_s, **({} if root is None else {"durable": ""})}, file=file, env=env
+    )
 
 
 def setting_keys() -> tuple[str, ...]:

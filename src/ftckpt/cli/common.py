@@ -52,7 +52,7 @@ def settings(
     need: tuple[str, ...] = ("job", "root"),
 ) -> Settings:
     """Settings of this call, checked."""
-    return config.reading(job, root, log, file=file, **{"deadlines.log_s": timeout}).validate(need)
+    return config.reading(job, root, log, file=file, log_s=timeout).validate(need)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def doctor(
     from ftckpt.config import launch, reading
     from ftckpt.flows.doctor import examine
 
-    given = reading(job, root, log, file=config, **{"deadlines.log_s": timeout})
+    given = reading(job, root, log, file=config, log_s=timeout)
     checks = examine(given, launch())
     if json:
         common.print_json({"sound": all(c.grade != "wrong" for c in checks), "checks": checks})
