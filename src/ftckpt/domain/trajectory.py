@@ -81,7 +81,7 @@ def attempt_nonce(incarnation: str, attempt: int) -> int:
 
 
 def pack_hash(h: str) -> tuple[int, int, int, int]:
-    """A hash as four signed 64-bit integers, for the vector that replicas add up."""
+    """A hash as four signed 64-bit integers, for the line that replicas give each other."""
     return struct.unpack(">4q", bytes.fromhex(h))
 
 

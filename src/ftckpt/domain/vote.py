@@ -1,4 +1,4 @@
-"""The one-state rule: from the slots that members add up in a step, and from the log's tail, who may vote yes and who gives up. Pure; no clock, no I/O.
+"""The one-state rule: from the slots that members give each other in a step, and from the log's tail, who may vote yes and who gives up. Pure; no clock, no I/O.
 
 Rules 1 to 4 of docs/architecture.md. A quorum compares step numbers only; these rules compare states by their trajectories.
 """

@@ -242,7 +242,7 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         try:
             if self._pg.size() != quorum.replica_world_size:
                 raise RuntimeError(f"the process group has {self._pg.size()} members, the quorum {quorum.replica_world_size}")
-            self._vector.launch(slot, quorum.replica_rank, quorum.replica_world_size)
+            self._vector.launch(slot, quorum.replica_world_size)
         except PG_ERRORS as e:
             self.report_error(e)
 
