@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from agent_harness import Rig, Trainer, ended, until
+from agent_harness import Rig, Trainer, ended, table_of, until
 
 from ftckpt import wiring
 from ftckpt.agent.placing import first_url
@@ -223,3 +223,22 @@ def test_a_durable_tier_that_is_down_at_the_end_is_a_failed_save_that_says_what_
     os.kill(trainer.client.agent_pid, signal.SIGTERM)
     with pytest.raises(SaveFailed, match="not in the durable tier"):
         save.wait(20.0)
+
+
+@pytest.mark.covers("F76", "I11")
+def test_memory_and_descriptors_of_an_agent_that_copies_stay_flat(tiers: Tiers) -> None:
+    trainer = tiers.trainer(keep="last:2")
+    trainer.table = table_of(5_000_000)  # 20 MB
+    pid = trainer.client.agent_pid
+
+    def measure() -> tuple[int, int]:
+        text = Path(f"/proc/{pid}/status").read_text()
+        resident = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("RssAnon"))
+        return resident << 10, len(os.listdir(f"/proc/{pid}/fd"))
+
+    seen = []
+    for _ in range(30):
+        assert trainer.save().wait(30.0) == "committed"
+        seen.append(measure())
+    assert max(size for size, _ in seen) <= seen[5][0] + (30 << 20)
+    assert max(count for _, count in seen[5:]) <= max(count for _, count in seen[:6]) + 8
