@@ -216,6 +216,8 @@ class _Room:
         self._slot: int | None = None
 
     def take(self, doc: SnapshotDoc) -> memoryview:
+        """Called again where the first source was lost before it had proven its bytes."""
+        self.release()
         size = doc.table.image_bytes
         arena = self._session.client.arena
         if arena is not None and 0 < size <= arena.slot_bytes:

@@ -7,6 +7,8 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from ftckpt.domain.names import check_name
 from ftckpt.errors import ConfigError
 from ftckpt.transfer.auth import derive_key
@@ -14,6 +16,7 @@ from ftckpt.transfer.document import SnapshotDoc
 from ftckpt.transfer.engine import Engine
 from ftckpt.transfer.order import Fetched, Order, Patience, Progress
 from ftckpt.transfer.peer import split_url
+from ftckpt.transfer.roster import Unproven
 
 __all__ = ["Fetched", "Patience", "Progress", "fetch"]
 log = logging.getLogger("ftckpt.transfer.client")
@@ -38,7 +41,7 @@ def fetch(
     Args:
         urls: base URLs of peers' agents, the assigned one first; all that hold the same bytes share the load.
         step: the committed step asked for; waits for its publication (``patience.find``).
-        target: called once, with the accepted document; returns writable memory of ``doc.table.image_bytes`` bytes.
+        target: called with the accepted document, once for each that is begun with (mostly once); returns writable memory of ``doc.table.image_bytes`` bytes.
         accept: raises (e.g. HealRefused) for a document that must not be taken; the next source is then tried.
         connections: connections in all.
         chunk: bytes per request at most (rounded to whole blocks).
@@ -65,7 +68,7 @@ def fetch(
         patience=patience or Patience(),
     )
     started = time.monotonic()
-    fetched = Engine(order, target, accept, on_progress, tls).run()
+    fetched = _fetch(order, lambda order: Engine(order, target, accept, on_progress, tls, started).run(), started)
     log.info(
         "step %d: %d bytes in %.3f s (%.0f MB/s), %d retries, from %s",
         step,
@@ -76,3 +79,20 @@ def fetch(
         ", ".join(f"{url} ({n} bytes)" for url, n in fetched.sources.items()) or "-",
     )
     return fetched
+
+
+def _fetch(order: Order, run: Callable[[Order], Fetched], started: float) -> Fetched:
+    """Begin anew with the others when the source that was begun with fails before it has told the digests of its bytes."""
+    lost: dict[str, str] = {}
+    while True:
+        try:
+            fetched = run(order)
+        except Unproven as e:
+            log.warning("step %d: beginning again without %s", order.step, e.url)
+            lost[e.url] = e.why
+            patience = order.patience
+            if e.url == order.urls[0] and patience.others is not None:
+                patience = msgspec.structs.replace(patience, find=min(patience.find, time.monotonic() - started + patience.others))
+            order = msgspec.structs.replace(order, urls=tuple(u for u in order.urls if u != e.url), patience=patience)
+        else:
+            return msgspec.structs.replace(fetched, dropped={**lost, **fetched.dropped}) if lost else fetched

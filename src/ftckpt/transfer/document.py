@@ -22,7 +22,7 @@ class SnapshotDoc(msgspec.Struct, frozen=True, kw_only=True):
         job: the job's name; a document of another job is refused.
         snapshot: the publisher's id of it.
         trajectory: of the state, with links, so that the receiver can judge it (rule 4).
-        table: names, shapes, boxes and the digest of every block of the image.
+        table: names, shapes, boxes and the digest of every block of the image; without digests while they are being made.
         leaves: JSON document of non-tensor leaves (``format.leaves``).
         extra: JSON that the replica adapter adds (counts, samples, torchft's own keys).
     """
@@ -41,7 +41,7 @@ class SnapshotLine(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         bytes: length of the image.
-        content: sha256 (hex) over the table with its digests; equal content is equal bytes.
+        content: sha256 (hex) over the table with its digests; equal content is equal bytes. "" while the digests are being made.
     """
 
     snapshot: str
@@ -49,6 +49,13 @@ class SnapshotLine(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     bytes: int
     content: str
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bytes of a snapshot are checked against: the digest of every block, and ``content`` as in its line."""
+
+    content: str
+    digests: tuple[str, ...]
 
 
 class JournalLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,13 +71,13 @@ def content_of(table: TensorTable) -> str:
 
 
 def line_of(doc: SnapshotDoc) -> SnapshotLine:
-    """The listing line of a document whose table has its digests."""
+    """The listing line of a document; its content is known once its table has digests."""
     return SnapshotLine(
         snapshot=doc.snapshot,
         step=doc.trajectory.step,
         trajectory=doc.trajectory.h,
         bytes=doc.table.image_bytes,
-        content=content_of(doc.table),
+        content=content_of(doc.table) if len(doc.table.digests) == doc.table.blocks else "",
     )
 
 
@@ -119,7 +126,7 @@ def check_doc(doc: SnapshotDoc, job: str, step: int, source: str) -> None:
         wrong = f"is of step {doc.trajectory.step}, not {step}"
     elif table.image_bytes < 0 or table.block_bytes < 1:
         wrong = f"has an image of {table.image_bytes} bytes in blocks of {table.block_bytes}"
-    elif len(table.digests) != table.blocks:
+    elif len(table.digests) not in (0, table.blocks):
         wrong = f"has {len(table.digests)} digests for {table.blocks} blocks"
     elif any(c.begin < 0 or c.end < c.begin or c.end > table.image_bytes for t in table.tensors for c in t.chunks):
         wrong = "has a tensor outside its image"

@@ -7,7 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from ftckpt.errors import ConfigError
+from ftckpt.format.digest import digest
 from ftckpt.transfer.document import SnapshotDoc
 from ftckpt.transfer.order import Fetched, Order, Progress
 from ftckpt.transfer.peer import Blocks, Flaw, PeerConnection
@@ -16,7 +19,8 @@ from ftckpt.transfer.spans import Spans
 
 
 class Engine:
-    """One fetch; see ``client.fetch`` for the arguments."""
+    """One fetch; see ``client.fetch`` for the arguments. Blocks may arrive before the digests that they are checked against:
+    what was found in them is kept until then, so that each is looked at once, while it is in cache."""
 
     def __init__(
         self,
@@ -25,16 +29,18 @@ class Engine:
         accept: Callable[[SnapshotDoc], None] | None,
         on_progress: Callable[[Progress], None] | None,
         tls: ssl.SSLContext | None,
+        started: float,
     ) -> None:
         self._order, self._target, self._accept, self._on_progress = order, target, accept, on_progress
-        self._roster = Roster(order, tls)
+        self._roster = Roster(order, tls, started)
+        self._found: dict[int, tuple[str, Source]] = {}  # digests of blocks that nothing is known to compare with yet
         self._changed = self._roster.changed
         self._goal: tuple[SnapshotDoc, memoryview] | None = None
         self._done = 0
         self._retries = 0
 
     def run(self) -> Fetched:
-        """Fetch, or raise what ``client.fetch`` says."""
+        """Fetch, or raise what ``client.fetch`` says, or Unproven: the same without that source may succeed."""
         roster, workers = self._roster, list[threading.Thread]()
         try:
             roster.ask_all()
@@ -56,8 +62,9 @@ class Engine:
             roster.stop()
             for thread in workers:  # none of them touches the target after this
                 thread.join(self._order.patience.connect + 1)
+        table = msgspec.structs.replace(doc.table, digests=roster.digests or ())
         return Fetched(
-            doc=doc,
+            doc=msgspec.structs.replace(doc, table=table),
             image=image,
             sources={s.url: s.bytes for s in roster.sources if s.bytes},
             dropped={s.url: s.flaw.why for s in roster.sources if s.state == "out"},
@@ -118,27 +125,27 @@ class Engine:
         table, line = doc.table, source.line
         got = 0
 
-        def on_block(block: int) -> bool:
+        def on_block(block: int, data: memoryview) -> bool:
             nonlocal got
+            found = digest(data)
             with self._changed:
+                expected = self._roster.digests
+                if expected is None:
+                    self._found[block] = found, source
+                else:
+                    self._verify(doc, block, found, expected[block], source)
                 got += 1
-                self._done += 1
-                source.bytes += min(table.block_bytes, table.image_bytes - block * table.block_bytes)
                 source.strikes, source.served = 0, time.monotonic()
-                if self._done == table.blocks:
-                    self._changed.notify_all()
                 return not self._roster.stopped and source.state == "used"
 
         flaw: Flaw | None = None
         try:
-            connection.blocks_into(line.snapshot if line else "", run, table.block_bytes, table.digests, image, on_block)
+            connection.blocks_into(line.snapshot if line else "", run, table.block_bytes, image, on_block)
         except Flaw as e:
             flaw = e
         with self._changed:
             if got < run.count:
-                self._spans.give_back(Blocks(run.first + got, run.count - got))
-                self._retries += 1
-                self._changed.notify_all()
+                self._again(Blocks(run.first + got, run.count - got))
             if flaw is not None:
                 bearable = flaw.busy and time.monotonic() - source.served < self._order.patience.stall
                 source.strikes += not bearable
@@ -147,16 +154,48 @@ class Engine:
         elif flaw is not None:
             time.sleep(PAUSE_S)
 
+    def _verify(self, doc: SnapshotDoc, block: int, found: str, expected: str, source: Source) -> None:
+        """Count a block, or raise Flaw. Lock held."""
+        if found != expected:
+            raise Flaw(f"it sent bad bytes in block {block}: expected {expected}, found {found}", fatal=True)
+        table = doc.table
+        self._done += 1
+        source.bytes += min(table.block_bytes, table.image_bytes - block * table.block_bytes)
+        if self._done == table.blocks:
+            self._changed.notify_all()
+
+    def _settle(self, doc: SnapshotDoc) -> None:
+        """Judge the blocks that came before the digests. Lock held."""
+        expected = self._roster.digests
+        if expected is None or not self._found:
+            return
+        came, self._found = self._found, {}
+        for block, (found, source) in came.items():
+            try:
+                self._verify(doc, block, found, expected[block], source)
+            except Flaw as flaw:
+                self._again(Blocks(block, 1))
+                self._roster.drop(source, flaw)
+
+    def _again(self, run: Blocks) -> None:
+        """These blocks are to be asked for once more. Lock held."""
+        self._spans.give_back(run)
+        self._retries += 1
+        self._changed.notify_all()
+
     def _watch(self, doc: SnapshotDoc) -> None:
         """Wait for the last block, telling of progress."""
         table, roster = doc.table, self._roster
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended(doc), TICK_S)
+                self._changed.wait_for(lambda: self._ended(doc) or (self._found and roster.digests is not None), TICK_S)
+                self._settle(doc)
                 roster.standing = f"{self._done} of {table.blocks} blocks had arrived; the target is incomplete and must not be used"
                 done = self._done == table.blocks
                 if roster.crash is not None:
                     raise roster.crash
+                if not done and roster.lost is not None and len(roster.sources) > 1:
+                    raise roster.lost
                 if not done and roster.forsaken():
                     raise roster.failure()
                 if not done:
@@ -170,4 +209,4 @@ class Engine:
     def _ended(self, doc: SnapshotDoc) -> bool:
         """Whether nothing is left to do, or nobody to ask. Lock held."""
         roster = self._roster
-        return roster.stopped or self._done == doc.table.blocks or roster.crash is not None or roster.forsaken()
+        return roster.stopped or self._done == doc.table.blocks or roster.crash is not None or roster.lost is not None or roster.forsaken()

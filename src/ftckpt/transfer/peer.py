@@ -1,4 +1,4 @@
-"""One connection to one peer: signed requests, answers that must prove themselves, ranges verified block by block.
+"""One connection to one peer: signed requests, answers that must prove themselves, ranges taken block by block.
 
 Every way in which a peer can fail becomes a ``Flaw`` here. Must not decide what to do about it.
 """
@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ftckpt.errors import ConfigError
-from ftckpt.format.digest import digest
 from ftckpt.transfer.auth import authorization, same, sign_answer
 from ftckpt.transfer.wire import BadMessage, Channel, Closed, Head, parse_status, render_request
 
@@ -96,17 +95,18 @@ class PeerConnection:
         return self._guarded(lambda: self._document(path, wait))
 
     def blocks_into(
-        self, snapshot: str, blocks: Blocks, block_bytes: int, digests: tuple[str, ...], image: memoryview, on_block: Callable[[int], bool]
+        self, snapshot: str, blocks: Blocks, block_bytes: int, image: memoryview, on_block: Callable[[int, memoryview], bool]
     ) -> None:
-        """GET a run of blocks straight into their place in ``image``, each verified as soon as it is there.
+        """GET a run of blocks straight into their place in ``image``.
 
         Args:
-            on_block: told the number of each verified block; False ends the run there (and the connection).
+            on_block: told the number and the bytes of each block as soon as it is there (and still in cache); False ends the run
+                there (and the connection). It may raise a Flaw.
 
         Raises:
-            Flaw: the peer failed, or sent a block that does not match its digest.
+            Flaw: the peer failed, or ``on_block`` raised it.
         """
-        self._guarded(lambda: self._blocks_into(snapshot, blocks, block_bytes, digests, image, on_block))
+        self._guarded(lambda: self._blocks_into(snapshot, blocks, block_bytes, image, on_block))
 
     def abort(self) -> None:
         """Wake up whoever waits here, from any thread."""
@@ -141,7 +141,7 @@ class PeerConnection:
         return bytes(body)
 
     def _blocks_into(
-        self, snapshot: str, blocks: Blocks, block_bytes: int, digests: tuple[str, ...], image: memoryview, on_block: Callable[[int], bool]
+        self, snapshot: str, blocks: Blocks, block_bytes: int, image: memoryview, on_block: Callable[[int, memoryview], bool]
     ) -> None:
         begin = blocks.first * block_bytes
         end = min(len(image), begin + blocks.count * block_bytes)
@@ -154,18 +154,15 @@ class PeerConnection:
         if status != 206 or head.length != end - begin:
             raise Flaw(f"it answered {status} with {head.length} bytes for a range of {end - begin}", fatal=status < 500)
         self._prove(head, mac, status, head.length, None)
-        view, at, checked = image[begin:end], 0, 0
+        view, at, since = image[begin:end], 0, 0
         for block in range(blocks.first, blocks.first + blocks.count):
-            upto = min(checked + block_bytes, len(view))
+            upto = min(since + block_bytes, len(view))
             while at < upto:
                 at += self._recv(channel, view[at:upto])
-            found = digest(view[checked:upto])
-            if found != digests[block]:
-                raise Flaw(f"it sent bad bytes in block {block}: expected {digests[block]}, found {found}", fatal=True)
-            checked = upto
-            if not on_block(block):
+            if not on_block(block, view[since:upto]):
                 self.close()
                 return
+            since = upto
 
     def _guarded(self, act: Callable[[], T]) -> T:
         """Run one exchange; whatever fails leaves no half-used connection behind."""

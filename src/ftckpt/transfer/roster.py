@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from ftckpt.domain.names import check_name
 from ftckpt.errors import DeadlineExceeded, FtckptError, PeerError, Unauthorized
-from ftckpt.transfer.document import SnapshotDoc, SnapshotLine, check_doc, decode, line_of
+from ftckpt.transfer.document import Proof, SnapshotDoc, SnapshotLine, check_doc, decode, line_of
 from ftckpt.transfer.order import Order
 from ftckpt.transfer.peer import Flaw, PeerConnection, Pulse
 
@@ -25,6 +27,19 @@ STRIKES = 2  # failed connections in a row, then a source is given up
 TICK_S = 0.25
 
 
+class Unproven(Exception):
+    """The source whose document was taken is given up, and nobody knows the digests of its bytes: what came of it is worth nothing.
+
+    Args:
+        url: of that source.
+        why: it was given up.
+    """
+
+    def __init__(self, url: str, why: str) -> None:
+        self.url, self.why = url, why
+        super().__init__(f"{url}: {why}")
+
+
 class Source:
     """What is known of one peer. ``state``: asked, offers (has the step), used (has our bytes) or out."""
 
@@ -33,6 +48,7 @@ class Source:
         self.pulse = Pulse()
         self.state = "asked"
         self.line: SnapshotLine | None = None
+        self.digests: tuple[str, ...] | None = None
         self.flaw = Flaw("")
         self.bytes = 0
         self.load = 0
@@ -47,21 +63,35 @@ class Roster:
     Args:
         order: what is fetched.
         tls: client-side context for ``https``.
+        started: when the fetch began (monotonic seconds).
     """
 
-    def __init__(self, order: Order, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, order: Order, tls: ssl.SSLContext | None, started: float) -> None:
         self.order = order
         self.changed = threading.Condition()
         self.sources = [Source(u) for u in order.urls]
-        self.started = time.monotonic()
+        self.started = started
         self.stopped = False
         self.crash: BaseException | None = None
         self.standing = "nothing was taken"
         self._tls = tls
-        self._line: SnapshotLine | None = None
+        self._chosen: Source | None = None
+        self._blocks = 0
         self._refusals: list[FtckptError] = []
         self._alone_since = 0.0
         self._connections: set[PeerConnection] = set()
+
+    @property
+    def digests(self) -> tuple[str, ...] | None:
+        """What the bytes are checked against; None while the source is still making it."""
+        return self._chosen.digests if self._chosen is not None else None
+
+    @property
+    def lost(self) -> Unproven | None:
+        """Set when nobody will tell any more what the bytes are to be checked against."""
+        chosen = self._chosen
+        gone = chosen is not None and chosen.state == "out" and chosen.digests is None
+        return Unproven(chosen.url, chosen.flaw.why) if chosen is not None and gone else None
 
     # ------------------------------------------------------------------ who has it
     def ask_all(self) -> None:
@@ -86,16 +116,22 @@ class Roster:
                 self.drop(source, Flaw(f"refused: {e.what}", fatal=True))
                 continue
             with self.changed:
-                self._line = source.line
-                for each in self.sources:
-                    self._compare(each)
+                self._chosen, self._blocks, source.state = source, doc.table.blocks, "used"
+                if len(doc.table.digests) == doc.table.blocks:
+                    source.line, source.digests = line_of(doc), doc.table.digests
+                elif source.digests is not None and len(source.digests) != self._blocks:
+                    source.digests = None  # what it tells of its own bytes does not fit them: it will be lost
+                    self.drop(source, Flaw("its digests do not fit its document", fatal=True))
+                self._compare_all()
             return doc
 
     def _scout(self, source: Source) -> None:
-        """Ask one source until it has the step, fails for good, or the time is over."""
+        """Ask one source until it has the step and its digests, fails for good, or the time is over."""
         connection = self.connect(source)
         try:
             self._ask(source, connection)
+            self._ask_digests(source, connection)
+            self.rest(source, connection)
         except Flaw as flaw:
             self.disconnect(connection)
             self.drop(source, flaw)
@@ -104,41 +140,63 @@ class Roster:
             self.drop(source, Flaw(e.what, fatal=True))
 
     def _ask(self, source: Source, connection: PeerConnection) -> None:
-        deadline = self.started + self.order.patience.find
+        body = self._until(connection, f"step/{self.order.step}", f"it did not publish step {self.order.step} in time")
+        if body is None:
+            return
+        line = decode(body, SnapshotLine, source.url)
+        check_name("snapshot", line.snapshot)
+        with self.changed:
+            source.line, source.state = line, "offers"
+            self._compare_all()
+            self.changed.notify_all()
+
+    def _ask_digests(self, source: Source, connection: PeerConnection) -> None:
+        line = source.line
+        if line is None or line.content:
+            return
+        body = self._until(connection, f"snapshots/{line.snapshot}/digests", "it did not make the digests of its bytes in time")
+        if body is None:
+            return
+        proof = decode(body, Proof, source.url)
+        with self.changed:
+            if source is self._chosen and len(proof.digests) != self._blocks:
+                raise Flaw(f"it has {len(proof.digests)} digests for {self._blocks} blocks", fatal=True)
+            source.line, source.digests = msgspec.structs.replace(line, content=proof.content), proof.digests
+            self._compare_all()
+            self.changed.notify_all()
+
+    def _until(self, connection: PeerConnection, path: str, late: str) -> bytes | None:
+        """Ask for a document until it is there; None when the fetch has ended meanwhile. Raises Flaw."""
+        deadline = max(self.started, time.monotonic() if self._chosen else 0.0) + self.order.patience.find
         failures = 0
         while not self.stopped:
             wait = min(ASK_S, deadline - time.monotonic())
             if wait <= 0:
-                raise Flaw(f"it did not publish step {self.order.step} in time", absent=True)
+                raise Flaw(late, absent=True)
             try:
-                body = connection.document(f"step/{self.order.step}?wait={wait:.3f}", wait=wait)
+                return connection.document(f"{path}?wait={wait:.3f}", wait=wait)
             except Flaw as flaw:
                 failures = 0 if flaw.absent or flaw.busy else failures + 1
                 if flaw.fatal or failures > STRIKES:
                     raise
                 time.sleep(PAUSE_S)
-                continue
-            line = decode(body, SnapshotLine, source.url)
-            check_name("snapshot", line.snapshot)
-            with self.changed:
-                source.line, source.state = line, "offers"
-                source.idle.append(connection)
-                self._compare(source)
-                self.changed.notify_all()
-            return
+        return None
 
-    def _compare(self, source: Source) -> None:
-        """Once it is known what is fetched, a source that offers the same bytes shares the load. Lock held."""
-        mine, its = self._line, source.line
-        if mine is None or its is None or source.state != "offers":
+    def _compare_all(self) -> None:
+        """Once it is known what is fetched, sources that offer the same bytes share the load. Lock held."""
+        chosen = self._chosen
+        mine = chosen.line if chosen is not None else None
+        if chosen is None or mine is None or not mine.content:
             return
-        if (its.content, its.trajectory) == (mine.content, mine.trajectory):
-            source.state = "used"
-        else:
-            source.state, source.flaw = (
-                "out",
-                Flaw(f"it holds other bytes of step {its.step} (trajectory {its.trajectory[:8]}, content {its.content[:8]})"),
-            )
+        for source in self.sources:
+            its = source.line
+            if source.state != "offers" or its is None or not its.content:
+                continue
+            if (its.content, its.trajectory) == (mine.content, mine.trajectory):
+                source.state = "used"
+            else:
+                why = f"it holds other bytes of step {its.step} (trajectory {its.trajectory[:8]}, content {its.content[:8]})"
+                source.state, source.flaw = "out", Flaw(why)
 
     def _next_offer(self) -> Source:
         first_seen = 0.0
@@ -168,7 +226,8 @@ class Roster:
         finally:
             self.rest(source, connection)
         check_doc(doc, self.order.job, self.order.step, source.url)
-        if line_of(doc) != line:
+        found = line_of(doc)
+        if found != (line if line.content else msgspec.structs.replace(line, content=found.content)):
             raise PeerError(f"{source.url} listed another snapshot than it delivered")
         return doc
 

@@ -28,6 +28,7 @@ log = logging.getLogger("ftckpt.transfer.server")
 PROOF = "X-Ftckpt-Proof"
 JournalSource = Callable[[str, int, int | None], tuple[int, bytes] | None]
 """Given a replica, a rank of it and a count of draws (None: whatever is newest): the newest (ordinal, loader state) not above it."""
+DIGEST_THREADS = 1  # one goes through memory as fast as two, and the other core is for those who serve
 LINGER_S = 0.25  # after refusing a malformed request
 
 
@@ -140,7 +141,7 @@ class SnapshotServer:
 
         Args:
             snapshot: its id (equal to ``doc.snapshot``); an id is never reused.
-            doc: its document; missing digests are computed here (two threads, about memory speed).
+            doc: its document; missing digests are computed here, while it is being served already.
             image: exactly ``doc.table.image_bytes`` bytes that nobody changes until ``on_free``.
             on_free: called once, from any thread, when it is retired and its last reader has left.
 
@@ -157,11 +158,14 @@ class SnapshotServer:
                 now="it is not served",
             )
         check_name("snapshot", snapshot)
-        if not doc.table.digests:
-            digests = digest_blocks(image, doc.table.block_bytes, threads=2)
-            doc = msgspec.structs.replace(doc, table=msgspec.structs.replace(doc.table, digests=digests))
         if not self._shelf.put(Item(doc, image, on_free)):
             raise ConfigError(f"snapshot {snapshot!r} is being served already, or the server is closed", now="it is not served")
+        if not doc.table.digests:
+            with self._shelf.lend(snapshot) as item:  # it may be retired meanwhile
+                if item is not None:
+                    digests = digest_blocks(image, doc.table.block_bytes, threads=DIGEST_THREADS)
+                    doc = msgspec.structs.replace(doc, table=msgspec.structs.replace(doc.table, digests=digests))
+                    self._shelf.prove(doc)
         return doc
 
     def retire(self, snapshot: str) -> None:
@@ -215,6 +219,12 @@ class SnapshotServer:
             case ["v1", self.job, "snapshots", name]:
                 with self._shelf.lend(name) as item:
                     self._answer(channel, request, mac, 200, _present(item, name).body)
+            case ["v1", self.job, "snapshots", name, "digests"]:
+                with self._shelf.lend(name) as item:
+                    proof = self._shelf.wait_proof(_present(item, name), self._wait(request))
+                if not proof:
+                    raise BadMessage(404, f"the digests of snapshot {name[:80]} are not made yet")
+                self._answer(channel, request, mac, 200, proof)
             case ["v1", self.job, "snapshots", name, "data"]:
                 with self._shelf.lend(name) as item:
                     self._send_data(channel, request, mac, _present(item, name), span)

@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ftckpt.transfer.document import SnapshotDoc, SnapshotLine, encode, line_of
+from ftckpt.transfer.document import Proof, SnapshotDoc, SnapshotLine, encode, line_of
 
 
 class Item:
-    """One published snapshot: its document as bytes, its image, and how many read it now."""
+    """One published snapshot: its document as bytes, its image, what proves it, and how many read it now."""
 
     def __init__(self, doc: SnapshotDoc, image: memoryview, on_free: Callable[[], None]) -> None:
         self.line = line_of(doc)
         self.body = encode(doc)
+        self.proof = encode(Proof(content=self.line.content, digests=doc.table.digests)) if self.line.content else b""
         self.image = image
         self.on_free = on_free
         self.readers = 0
@@ -39,12 +40,28 @@ class Shelf:
             self._changed.notify_all()
             return True
 
+    def prove(self, doc: SnapshotDoc) -> None:
+        """The digests of an item are known now: whoever waits for them is told. ``doc`` has them."""
+        whole = Item(doc, memoryview(b""), _nothing)
+        with self._changed:
+            item = self._items.get(doc.snapshot)
+            if item is not None:
+                item.line, item.body, item.proof = whole.line, whole.body, whole.proof
+                self._changed.notify_all()
+
+    def wait_proof(self, item: Item, seconds: float) -> bytes:
+        """An item's digests as a document, waiting up to ``seconds`` for them; empty: not yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(item.proof) or item.retired or self._closed, seconds)
+            return item.proof
+
     def retire(self, snapshot: str) -> None:
         """Take an item off; it is freed now, or when its last reader leaves."""
         with self._changed:
             item = self._items.pop(snapshot, None)
             if item is not None:
                 item.retired = True
+                self._changed.notify_all()
             free = item is not None and item.readers == 0
         if free and item is not None:
             item.on_free()
@@ -90,3 +107,7 @@ class Shelf:
             self._changed.notify_all()
         for name in names:
             self.retire(name)
+
+
+def _nothing() -> None:
+    """What an item without memory of its own does when it is free."""

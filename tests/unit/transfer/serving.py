@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
+from typing import Any
 
 import msgspec
 
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.format.table import Chunk, TensorEntry, TensorTable
-from ftckpt.transfer import ServerLimits, SnapshotDoc, SnapshotServer
+from ftckpt.transfer import ServerLimits, SnapshotDoc, SnapshotServer, server
 
 SECRET = b"a secret of the test, 32 bytes.."
 JOB = "heal-test"
@@ -40,15 +42,26 @@ class Options(msgspec.Struct):
     secret: str = SECRET.decode()
     delay: float = 0.0
     wait: float = 10.0
+    digests_after: float = 0.0
 
 
 def main() -> None:
     o = msgspec.json.decode(sys.argv[1], type=Options)
-    with SnapshotServer(o.host, 0, o.secret.encode(), JOB, limits=ServerLimits(wait_s=o.wait)) as server:
-        print(server.url, flush=True)
+    made = server.digest_blocks
+
+    def late(*args: Any, **options: Any) -> tuple[str, ...]:
+        time.sleep(o.digests_after)
+        return made(*args, **options)
+
+    server.digest_blocks = late
+    with SnapshotServer(o.host, 0, o.secret.encode(), JOB, limits=ServerLimits(wait_s=o.wait)) as serving:
+        print(serving.url, flush=True)
         time.sleep(o.delay)
         image = memoryview(pattern(o.size, o.seed))
-        server.publish(o.name, document(o.size, step=o.step, name=o.name, block=o.block, h=o.h), image, lambda: None)
+        doc = document(o.size, step=o.step, name=o.name, block=o.block, h=o.h)
+        threading.Thread(target=serving.publish, args=(o.name, doc, image, lambda: None), daemon=True).start()
+        while not serving.snapshots():  # it is served before its digests are made
+            time.sleep(0.001)
         print("published", flush=True)
         sys.stdin.read()
 

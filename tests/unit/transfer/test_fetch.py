@@ -16,6 +16,7 @@ import pytest
 from serving import JOB, SECRET, pattern
 
 from ftckpt.errors import DeadlineExceeded, HealRefused, PeerError, Unauthorized
+from ftckpt.format.digest import digest_blocks
 from ftckpt.transfer import Fetched, Patience, Progress, SnapshotDoc, fetch
 
 MIB = 1 << 20
@@ -31,6 +32,7 @@ def take(*urls: str, step: int = 5, secret: bytes = SECRET, **options: Any) -> F
 def test_image_arrives_bit_for_bit_with_its_document(peer: Start) -> None:
     got = take(peer(size=5 * MIB + 77).url)
     assert got.image == pattern(5 * MIB + 77, 1)
+    assert got.doc.table.digests == digest_blocks(got.image, 1 << 16)
     assert (got.doc.trajectory.step, bytes(got.doc.leaves), got.retries, got.dropped) == (5, b'{"n":1}', 0, {})
 
 
@@ -90,6 +92,34 @@ def test_source_killed_half_way(peer: Start, proxy: Start) -> None:
     assert got.image == pattern(16 * MIB, 1)
     assert through.url in got.dropped
     assert got.sources[through.url] > 0
+
+
+@pytest.mark.covers("F54", "I9")
+def test_bytes_that_come_before_their_digests_are_checked_all_the_same(peer: Start, proxy: Start) -> None:
+    bad = proxy(peer(size=4 * MIB, digests_after=1.0).url, flip_at=2 * MIB)
+    good = peer(size=4 * MIB, digests_after=0.7)
+    got = take(bad.url, good.url)
+    assert got.image == pattern(4 * MIB, 1)
+    assert "bad bytes in block" in got.dropped[bad.url]
+    assert got.retries >= 1
+    assert sum(got.sources.values()) == 4 * MIB
+
+
+@pytest.mark.covers("F54", "I9")
+def test_a_source_killed_before_it_told_its_digests_is_begun_again_without(peer: Start, proxy: Start) -> None:
+    dying, other = peer(size=8 * MIB, digests_after=30.0), peer(size=8 * MIB, digests_after=1.0, seed=2)
+    through = proxy(dying.url, rate=32 * MIB, at=3 * MIB, act=dying.process.kill)
+    got = take(through.url, other.url)
+    assert got.image == pattern(8 * MIB, 2)  # nothing that could not be proven was kept
+    assert through.url in got.dropped
+    assert got.sources == {other.url: 8 * MIB}
+
+
+@pytest.mark.covers("I9", "I11")
+def test_a_source_that_never_tells_its_digests_gives_nothing(peer: Start) -> None:
+    source = peer(digests_after=60.0)
+    with pytest.raises(DeadlineExceeded, match="digests"):
+        take(source.url, patience=Patience(find=1.5))
 
 
 def test_source_killed_half_way_alone_fails_quickly(peer: Start, proxy: Start) -> None:
