@@ -14,7 +14,6 @@ import msgspec
 from ftckpt import errors
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.lineage import Found, LogView, adoptable, lineage
-from ftckpt.domain.trajectory import Trajectory
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -48,20 +47,12 @@ Request = Newest | AtStep | AtIndex | AtLocation | Fresh
 
 
 # ---------------------------------------------------------------- what is there
-class MemoryCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """A capture that the agents of this replica's ranks hold in memory, all of them alike."""
-
-    trajectory: Trajectory
-    url: str
-
-
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the choice depends on."""
+    """Everything that the choice depends on. Captures in the memory of agents are not in it: they are made durable first (decision 0015)."""
 
     job: str
     log: LogView = LogView()
     found: tuple[Found, ...] = ()
-    memory: tuple[MemoryCapture, ...] = ()
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -104,8 +95,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Where the state comes from.
 
     Args:
-        source: "memory" (an agent of this host), "durable" (complete on disk, its record is still to be appended),
-            "generation" (in the log), "new" (there is nothing earlier) or "fresh" (told to begin at zero).
+        source: "durable" (complete on disk, its record is still to be appended), "generation" (in the log), "new" (there is
+            nothing earlier) or "fresh" (told to begin at zero).
         step: the step that training continues from.
         tail: the newest entry when this was decided.
         opens: whether an ``open`` entry must be appended before training (the source is not what the tail says).
@@ -113,11 +104,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         rejected: better candidates that could not be taken.
     """
 
-    source: Literal["memory", "durable", "generation", "new", "fresh"]
+    source: Literal["durable", "generation", "new", "fresh"]
     step: int
     entry: Entry | None = None
     location: str = ""
-    memory: MemoryCapture | None = None
     tail: Entry | None = None
     opens: bool = False
     reasons: tuple[str, ...] = ()
@@ -213,24 +203,16 @@ def _newest(at: Situation, findings: Findings) -> Decision:
     unexplained = () if adopt else _unexplained(at)
     if unexplained:
         return _lost(at, unexplained)
-    floor = tail.step if tail is not None else 0
-    memory = [m for m in at.memory if m.trajectory.step >= max(floor, 1) and (tail is None or m.trajectory.holds(tail.trajectory))]
     rungs = [_Candidate(step=f.step, location=f.location, entry=None) for f in reversed(adopt)]
     rungs += [_Candidate(step=e.step, location=e.location, entry=e) for e in lineage(at.log.entries, tail, (i for i, _ in at.log.damaged))]
     rejected: list[Rejected] = []
-    best = max(memory, key=lambda m: (m.trajectory.step, m.trajectory.h), default=None)
     for rung in rungs:
-        if best is not None and best.trajectory.step >= rung.step:
-            break
         if rung.location not in findings:
             return Probe(rung.location, rung.entry)
         fault = findings[rung.location]
         if fault is None:
             return _take(at, rung, rejected)
         rejected.append(_reject(rung, fault))
-    if best is not None:
-        reasons = (f"memory of the agents on this host has step {best.trajectory.step} on the tail's trajectory", *_passed(rejected))
-        return Choice(source="memory", step=best.trajectory.step, memory=best, tail=tail, reasons=reasons, rejected=tuple(rejected))
     if not rejected and (tail is None or tail.from_zero):
         why = (
             "neither the log nor the root has anything earlier"

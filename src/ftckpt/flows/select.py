@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from ftckpt.domain.ledger import Append, Entry, judge, own_entry
 from ftckpt.domain.lineage import Found, LogView, adoptable, chain_to, vouched
-from ftckpt.domain.sources import Choice, Fault, MemoryCapture, Newest, Probe, Refusal, Request, Situation, decide
+from ftckpt.domain.sources import Choice, Fault, Newest, Probe, Refusal, Request, Situation, decide
 from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, LogUnreachable, StoreError, TailMoved, Withdrawn
 from ftckpt.flows.place import bring, check_bound
 from ftckpt.flows.read import read_manifest
@@ -54,7 +54,7 @@ def view(log: CommitLog, *, timeout: float | None = None) -> LogView:
     return LogView(uuid=uuid, tail=tail, entries=entries, damaged=damaged)
 
 
-def look(log: CommitLog, store: BlobStore, job: str, memory: Sequence[MemoryCapture] = (), *, timeout: float | None = None) -> Situation:
+def look(log: CommitLog, store: BlobStore, job: str, *, timeout: float | None = None) -> Situation:
     """What a choice is made from. The log is read before the root, so that a generation seen in the log is there.
 
     Raises:
@@ -65,7 +65,7 @@ def look(log: CommitLog, store: BlobStore, job: str, memory: Sequence[MemoryCapt
     last = seen.tail.index if seen.tail is not None else -1
     if seen.state == "ok" and any(f.log == seen.uuid and f.known_tail > last for f in found):
         seen = view(log, timeout=timeout)  # the job may have gone on between the two looks
-    return Situation(job=job, log=seen, found=found, memory=tuple(memory))
+    return Situation(job=job, log=seen, found=found)
 
 
 def choose(
@@ -75,7 +75,6 @@ def choose(
     request: Request | None = None,
     *,
     verify_level: Level = "headers",
-    memory: Sequence[MemoryCapture] = (),
     adopt: bool = False,
     findings: dict[str, Fault | None] | None = None,
     progress: Progress | None = None,
@@ -87,7 +86,6 @@ def choose(
         request: what is asked for; the newest when left out.
         verify_level: what a candidate must pass: "headers" (all small files, sizes and headers; blocks are verified when they
             are read) or "full" (every byte).
-        memory: captures that the agents of this replica hold.
         adopt: may write: append finished generations without record first (rule 9; else such a one is chosen as "durable"),
             and bind the root to this log when told to start from zero.
         findings: what is known already of locations, by earlier tries to load them; added to.
@@ -111,7 +109,7 @@ def choose(
 
     overtaken = 0
     for _ in range(ROUNDS):
-        at = look(log, at_hand, job, memory, timeout=timeout)
+        at = look(log, at_hand, job, timeout=timeout)
         choice = (
             _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)
         )
@@ -122,7 +120,7 @@ def choose(
         overtaken += not adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
         if overtaken >= OVERTAKEN:
             break
-    at = _recorded(look(log, at_hand, job, memory, timeout=timeout))
+    at = _recorded(look(log, at_hand, job, timeout=timeout))
     if at.log.tail is None:
         raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
     return _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)

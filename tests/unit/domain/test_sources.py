@@ -19,7 +19,6 @@ from ftckpt.domain.sources import (
     Choice,
     Fault,
     Fresh,
-    MemoryCapture,
     Newest,
     Probe,
     Refusal,
@@ -281,23 +280,7 @@ def test_a_directory_without_record_is_no_generation_even_when_it_is_asked_for()
     assert any("not in the log" in line for line in refusal.lines)
 
 
-# ---------------------------------------------------------------- memory and finished generations without record
-@pytest.mark.covers("I13")
-@pytest.mark.parametrize(
-    ("memory", "taken"),
-    [((D,), 20), ((C,), 15), ((B,), None), ((X,), None), ((D, C), 20), ((), None)],  # behind the tail, or not on its trajectory: not taken
-)
-def test_memory_is_taken_when_it_holds_the_tail(memory: tuple[Trajectory, ...], taken: int | None) -> None:
-    at = Situation(job="gpt", log=THREE, memory=tuple(MemoryCapture(trajectory=t, url="u") for t in memory))
-    choice = chosen(at)
-    assert (choice.source, choice.step) == (("memory", taken) if taken is not None else ("generation", 15))
-
-
-def test_a_given_step_is_never_answered_from_memory() -> None:
-    at = Situation(job="gpt", log=THREE, memory=(MemoryCapture(trajectory=D, url="u"),))
-    assert chosen(at, AtStep(10)).source == "generation"
-
-
+# ---------------------------------------------------------------- finished generations without record
 def test_a_finished_generation_without_record_comes_before_the_tail() -> None:
     at = Situation(job="gpt", log=THREE, found=(found(D, "dirD", known=2),))
     assert (chosen(at).source, chosen(at).location) == ("durable", "dirD")
@@ -375,23 +358,17 @@ def test_the_lineage_is_what_the_trajectories_say(history: tuple[list[Entry], li
 
 
 @pytest.mark.covers("I8", "F25")
-@given(histories(), st.sets(st.integers(0, 9)), st.lists(st.integers(0, 9), max_size=3), st.booleans())
+@given(histories(), st.sets(st.integers(0, 9)))
 def test_whatever_is_damaged_the_newest_sound_ancestor_is_taken_and_never_zero(
-    history: tuple[list[Entry], list[Trajectory]], broken: set[int], remembered: list[int], with_memory: bool
+    history: tuple[list[Entry], list[Trajectory]], broken: set[int]
 ) -> None:
     entries, states = history
-    memory = tuple(MemoryCapture(trajectory=states[i], url="u") for i in remembered if with_memory and i < len(states))
-    decision = settle(Situation(job="gpt", log=view(*entries), memory=memory), Newest(), {f"dir{i}" for i in broken})
+    decision = settle(Situation(job="gpt", log=view(*entries)), Newest(), {f"dir{i}" for i in broken})
     sound = [e for e in entries if e.kind == "generation" and states[-1].holds(e.trajectory) and e.index not in broken]
-    usable = [m for m in memory if m.trajectory.holds(entries[-1].trajectory)]
     if isinstance(decision, Refusal):
         assert not sound
-        assert not usable
         assert decision.kind == "NothingLoadable"
         return
     assert isinstance(decision, Choice)
-    assert decision.source in ("generation", "memory")
-    if decision.source == "memory":
-        assert usable
-    else:
-        assert decision.entry == sound[-1]
+    assert decision.source == "generation"
+    assert decision.entry == sound[-1]

@@ -161,7 +161,7 @@ class Replica(Protocol):
         """
 
     def adopt(self, trajectory: Trajectory, counts: Mapping[int, int], samples: int, batches_committed: int) -> None:
-        """Take over the position of a state that was just loaded from storage or from the own agent's memory."""
+        """Take over the position of a state that was just loaded from storage."""
 
     def close(self) -> None:
         """Leave the quorum and stop the threads of this replica."""
