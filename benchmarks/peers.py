@@ -191,3 +191,47 @@ def torchft_http_whole(mb: int, folder: Path) -> Iterator[dict[str, float]]:
 def torchft_http_chunks(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     """torchft's HTTP transport in four chunks, then applied."""
     yield from _torchft_http(mb, 4)
+
+
+def _gloo(rank: int, store: str, live: dict[str, torch.Tensor]) -> Any:
+    from torchft import ProcessGroupGloo
+    from torchft.checkpointing.pg_transport import PGTransport
+
+    group = ProcessGroupGloo(timeout=timedelta(seconds=PATIENCE))
+    group.configure(store, f"r{rank}", rank, 2)
+    return PGTransport(group, timedelta(seconds=PATIENCE), torch.device("cpu"), state_dict=lambda: {"state": live})
+
+
+def _gloo_source(pipe: Connection, mb: int, store: str) -> None:
+    live = flat(*build(mb))
+    transport = _gloo(0, store, live)
+    for step in iter(pipe.recv, None):
+        transport.send_checkpoint([1], step, {"state": live}, timedelta(seconds=PATIENCE))
+        pipe.send(step)
+
+
+def torchft_gloo(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """torchft's process-group transport over Gloo, received in place: unchecked, and the source's trainer sends."""
+    spawn = multiprocessing.get_context("spawn")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = f"127.0.0.1:{store.port}/bench"
+    pipe, theirs = spawn.Pipe()
+    source = spawn.Process(target=_gloo_source, args=(theirs, mb, address), daemon=True)
+    source.start()
+    live = flat(*build(mb, seed=1))
+    transport = _gloo(1, address, live)
+    step = 0
+    try:
+        while True:
+            step += 1
+            begun = time.perf_counter()
+            pipe.send(step)
+            transport.recv_checkpoint(0, "", step, timedelta(seconds=PATIENCE))
+            taken = time.perf_counter() - begun
+            if not pipe.poll(PATIENCE):
+                raise TimeoutError("the source did not finish")
+            pipe.recv()
+            yield {"heal": taken}
+    finally:
+        pipe.send(None)
+        source.join(timeout=20)

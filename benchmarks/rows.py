@@ -87,7 +87,7 @@ BENCHES = {
     ),
     "heal": Bench(
         "from another process to applied",
-        ("limits.loopback", "limits.memcpy", "ours_heal.heal", "peers.torchft_http_whole", "peers.torchft_http_chunks"),
+        ("limits.loopback", "limits.memcpy", "ours_heal.heal", "peers.torchft_http_whole", "peers.torchft_http_chunks", "peers.torchft_gloo"),
         (
             Row("heal", "request -> state applied", "ours_heal.heal.heal", tuple(f"limits.loopback.copy{n}" for n in (1, 2, 4)), "best raw loopback copy", 1.3,
                 (
@@ -96,10 +96,25 @@ BENCHES = {
                     Peer("loopback, 4 connections", "limits.loopback.copy4"),
                     Peer("torchft HTTP, whole", "peers.torchft_http_whole.heal", 0.5),
                     Peer("torchft HTTP, 4 chunks", "peers.torchft_http_chunks.heal", 0.5),
+                    Peer("torchft over Gloo, in place, unchecked", "peers.torchft_gloo.heal", 1.0),
                 )),
             Row("heal.whole", "with the survivor's capture before it", "ours_heal.heal.both", ("peers.torchft_http_whole.heal", "peers.torchft_http_chunks.heal"),
                 "torchft HTTP, the better", None),
             Row("heal.survivor", "the survivor's own work", "ours_heal.heal.capture", ("limits.memcpy.copy",), "warm memcpy", 1.3),
+        ),
+    ),
+    "recovery": Bench(
+        "a replica of a running job is killed and started again",
+        ("recovery.ours", "recovery.plain"),
+        (
+            Row("recovery", "kill -> first step with both", "recovery.ours.whole", ("recovery.plain.whole",), "plain torchft", None),
+            Row("recovery.detect", "the survivor is past the lost step", "recovery.ours.detect", ("recovery.plain.detect",), "plain torchft", None),
+            Row("recovery.restart", "kill -> ready for its first quorum", "recovery.ours.restart", ("recovery.plain.restart",), "plain torchft", None),
+            Row("recovery.quorum", "ready -> told whom to heal from", "recovery.ours.quorum", ("recovery.plain.quorum",), "plain torchft", None),
+            Row("recovery.transfer", "fetching the state", "recovery.ours.transfer", ("recovery.plain.transfer",), "plain torchft, HTTP", None),
+            Row("recovery.apply", "into the live state", "recovery.ours.apply", ("recovery.plain.apply",), "plain torchft", None),
+            Row("recovery.stall", "the survivor waits", "recovery.ours.stall", ("recovery.ours.heal",), "transfer and apply", 1.1,
+                (Peer("plain torchft: waits", "recovery.plain.stall"),)),
         ),
     ),
     "step": Bench(
