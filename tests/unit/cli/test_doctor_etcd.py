@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ftckpt.config import Launch, load
-from ftckpt.flows.doctor import Check, examine
+from ftckpt.flows.doctor import examine
+from ftckpt.flows.doctor_etcd import Check
 from ftckpt.flows.log_rebuild import plan_rebuild, rebuild
 from ftckpt.flows.select import choose
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed import Work
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # torch does not list it
 from torchft.process_group import ProcessGroup
 
 from ftckpt.domain.vote import WORDS, Slot
