@@ -277,6 +277,15 @@ def test_a_damaged_newest_generation_excuses_the_one_before_it() -> None:
     assert states.restored(swap(e, happened=(hurt,))).word == "valid"
 
 
+def test_a_save_that_one_rank_of_two_had_not_made_yet_was_not_promised() -> None:
+    e = one_line("step", 10, 5, saving=True, time=T0 + 100)(good())
+    of_two = swap(e, run=msgspec.structs.replace(e.run, ranks=2))
+    other = [msgspec.structs.replace(x, rank=1) for x in of_two.lines]
+    assert log.promised(swap(of_two, lines=(*of_two.lines, *other))).word == "invalid"
+    other = [msgspec.structs.replace(x, saving=x.saving and x.step != 5) for x in other]
+    assert log.promised(swap(of_two, lines=(*of_two.lines, *other))).word == "valid"
+
+
 def test_an_opening_stands_for_its_base() -> None:
     e = good()
     at = path(4)[4]

@@ -65,10 +65,12 @@ def apart(e: Evidence) -> Verdict:
 
 
 def flat(e: Evidence) -> Verdict:
-    """I11: memory, descriptors and threads of each process do not grow once it runs (the first third of its life is left out)."""
+    """I11: memory, descriptors and threads of each process do not grow once it trains (the first third of that time is left out)."""
+    trains = {(line.pid, "trainer"): line.time for line in reversed(e.lines) if line.kind == "step"}
     lives: dict[tuple[int, str], list[Usage]] = defaultdict(list)
     for u in e.usage:
-        lives[u.pid, u.what].append(u)
+        if u.what.endswith("agent") or u.time >= trains.get((u.pid, "trainer"), float("inf")):
+            lives[u.pid, u.what].append(u)
     problems, seen = [], 0
     for (pid, what), life in lives.items():
         if len(life) < MIN_SAMPLES:

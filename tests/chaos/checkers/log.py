@@ -119,12 +119,13 @@ def whole(e: Evidence) -> Verdict:
 
 
 def promised(e: Evidence) -> Verdict:
-    """I6: a save that returned is in the log in the end, or one that descends from it, however its trainer died. Where the agent was killed
+    """I6: a save that returned on every rank of its group is in the log in the end, or one that descends from it, however its trainer died. Where the agent was killed
     too, or replaced, or had no disk, or its log went back, nothing was promised."""
     kept = {x.trajectory for x in e.entries} | _ancestors(e)
     problems, seen = [], 0
+    saved = Counter((line.replica, line.trajectory) for line in e.lines if line.kind == "step" and line.saving)
     for line in e.lines:
-        if line.kind != "step" or not line.saving or line.rank != 0:
+        if line.kind != "step" or not line.saving or line.rank != 0 or saved[line.replica, line.trajectory] < e.run.ranks:
             continue
         seen += 1
         if line.trajectory not in kept and not any(_excuses(h, line) for h in e.happened):
