@@ -19,6 +19,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     cursors_s <= receipts_s                   cursors never delay a generation longer than its shards may
     cursors_s <= cursor_search_s              a cursor is offered as long as somebody waits for it
     slot_s < group_s                          a rank that waits for a buffer is waited for by its group
+    group_s <= load_s                         ranks finish loading at times further apart than they answer
     heal_stall_s < heal_s                     a stalled source is left before the heal is given up
     step_s <= quorum_s                        a quorum outlasts a step
     step_s < heal_s                           a heal may take longer than a step
@@ -32,6 +33,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         registry_ttl_s: life of a replica's line in the log when it is not renewed.
         slot_s: how long ``save()`` waits for a free buffer with ``on_busy="wait"``.
         group_s: how long ranks of a group wait for each other's word.
+        load_s: how long a rank that has loaded a generation waits for the others of its group to have loaded theirs.
         agent_start_s: until a started agent has answered.
         agent_send_s: until the agent has taken a message.
         receipts_s: how long a generation waits for the shards of all ranks.
@@ -54,6 +56,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     registry_ttl_s: float = 15.0
     slot_s: float = 60.0
     group_s: float = 120.0
+    load_s: float = 1800.0
     agent_start_s: float = 30.0
     agent_send_s: float = 30.0
     receipts_s: float = 600.0
@@ -89,6 +92,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             (self.cursors_s <= self.receipts_s, "cursors_s", "receipts_s", "cursors_s <= receipts_s"),
             (self.cursors_s <= self.cursor_search_s, "cursors_s", "cursor_search_s", "cursors_s <= cursor_search_s"),
             (self.slot_s < self.group_s, "slot_s", "group_s", "the group waits for a rank that waits for a buffer: slot_s < group_s"),
+            (self.group_s <= self.load_s, "group_s", "load_s", "ranks load at different speeds: group_s <= load_s"),
             (self.heal_stall_s < self.heal_s, "heal_stall_s", "heal_s", "heal_stall_s < heal_s"),
             (self.step_s <= self.quorum_s, "step_s", "quorum_s", "step_s <= quorum_s"),
             (self.step_s < self.heal_s, "step_s", "heal_s", "step_s < heal_s"),

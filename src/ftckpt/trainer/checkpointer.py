@@ -385,7 +385,7 @@ class Checkpointer:
         if self._resumer is None:
             self._resumer = Resumer(
                 self._store, self._log, self.settings.job, self.group, self._loader, self.replica,
-                fence=self._manager is None, writes=not self.read_only,
+                fence=self._manager is None, writes=not self.read_only, load_s=self.settings.deadlines.load_s,
             )  # fmt: skip
         return self._resumer
 

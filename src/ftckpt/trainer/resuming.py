@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import msgspec
 
 from ftckpt import errors
+from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.ledger import Entry, own_entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.domain.sources import Choice, Fault, Newest, Request
@@ -80,6 +81,7 @@ class Resumer:
     Args:
         fence: append an ``open`` entry whatever is resumed (without torchft, where no quorum decides who goes on).
         writes: whether the log may be written at all; a reader's is not.
+        load_s: seconds that a rank that has loaded waits for the others of its group; their loads may differ by minutes.
     """
 
     def __init__(
@@ -93,10 +95,11 @@ class Resumer:
         *,
         fence: bool,
         writes: bool = True,
+        load_s: float = Deadlines().load_s,
     ) -> None:
         self._store, self._log, self._job, self._group = store, log, job, group
         self._loader, self._replica, self._fence, self._writes = loader, replica, fence and writes, writes
-        self._options = LoadOptions()
+        self._options, self._load_s = LoadOptions(), load_s
         self._rounds = 0
 
     def look(self, request: Request, *, adopt: bool = False) -> Choice:
@@ -228,7 +231,7 @@ class Resumer:
             key = f"loaded/{self._rounds}"
             self._group.publish(key, msgspec.msgpack.encode(word))
             said = [
-                msgspec.msgpack.decode(w, type=_Word) for w in self._group.collect(key)
+                msgspec.msgpack.decode(w, type=_Word) for w in self._group.collect(key, deadline=self._load_s)
             ]  # rank 0 reads for the group until all have loaded
         failed = [w for w in said if w.error]
         for word in failed:

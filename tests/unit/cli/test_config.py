@@ -128,7 +128,7 @@ def test_no_order_of_deadlines_that_breaks_the_hierarchy_is_accepted(given_: dic
         and d.tail_poll_s <= d.registry_ttl_s
         and d.log_s < d.agent_start_s
         and d.cursors_s <= min(d.receipts_s, d.cursor_search_s)
-        and d.slot_s < d.group_s
+        and d.slot_s < d.group_s <= d.load_s
         and d.heal_stall_s < d.heal_s
         and d.step_s <= d.quorum_s
         and d.step_s < d.heal_s
