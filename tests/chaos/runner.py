@@ -87,6 +87,10 @@ class Runner:
             if not self._cut:
                 calm = self._calm()
             statuses = {u.name: u.child.poll() for u in self.job.units}
+            if self._cut:  # its trainers end here; what they were promised, their agents still have to keep
+                self.job.supervised = False
+                for unit in self.job.units:
+                    unit.kill(agents=False)
             left = self._left()
             self._look(force=True)
             return self._gather(began, calm, statuses, left)
