@@ -45,6 +45,7 @@ def import_(
     from ftckpt.interop.importing import import_weights
     from ftckpt.interop.view import GenerationWeights
     from ftckpt.interop.weights import Weights
+    from ftckpt.stores.tiered import durable_of
     from ftckpt.trainer.warmstart import open_weights, recognise
 
     names = read_names(name_map)
@@ -57,7 +58,9 @@ def import_(
         stack.enter_context(weights)
         wiring.claim_root(parts.store, job, log=parts.log_url, uuid=wiring.vouching(parts.log), new_job=new_job)
         with progress_bar(0, "importing") as progress:
-            report = import_weights(parts.store, parts.log, job, weights, state=state, name_map=names, dtype=dtype, progress=progress)
+            report = import_weights(
+                durable_of(parts.store), parts.log, job, weights, state=state, name_map=names, dtype=dtype, progress=progress
+            )
     if json:
         common.print_json(report)
         return
