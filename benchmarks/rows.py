@@ -120,18 +120,13 @@ BENCHES = {
     "step": Bench(
         "what a step costs without any save",
         (
-            "ours.cursor", "ours.cursor_while_persisting", "peers.dcp_async_loader", "torchft_steps.plain", "torchft_steps.ours", "torchft_steps.plain3", "torchft_steps.ours3",
-            "torchft_steps.own_loader", "torchft_steps.elastic_loader",
+            "ours.cursor", "ours.cursor_while_persisting", "peers.dcp_async_loader", "torchft_steps.own_loader", "torchft_steps.elastic_loader",
         ),
         (
             Row("step.cursor", "cursor per step, beyond the loader's own state_dict()", "ours.cursor.cursor", 0.001, "1 ms", 1.0,
                 (Peer("DCP async_save each step", "peers.dcp_async_loader.step"),)),
             Row("step.cursor.persisting", "the same while a save is persisted", "ours.cursor_while_persisting.cursor", 0.001, "1 ms", 1.0,
                 (Peer("DCP async_save each step", "peers.dcp_async_loader.step"),)),
-            Row("step.trajectory", "a step of two torchft replicas, histories compared", "torchft_steps.ours.step", ("torchft_steps.plain.step",),
-                "torchft's own Manager", None),
-            Row("step.trajectory.3", "a step of three torchft replicas, histories compared", "torchft_steps.ours3.step", ("torchft_steps.plain3.step",),
-                "torchft's own Manager", None),
             Row("step.elastic", "a step with forward on the shared order, quorum first", "torchft_steps.elastic_loader.step",
                 ("torchft_steps.own_loader.step",), "a loader of each replica's own, quorum during forward", None),
         ),
@@ -152,6 +147,16 @@ BENCHES = {
         (
             Row("reuse.committed", "save() returned -> committed, unchanged tensors left out", "ours_objects.frozen_reused.committed",
                 ("ours_objects.frozen_whole.committed",), "the same, saved whole", None),
+        ),
+    ),
+    "trajectory": Bench(
+        "what it costs that replicas compare their histories in each step",
+        tuple(f"torchft_steps.{name}{n}" for n in ("1", "", "3") for name in ("plain", "ours")),
+        (
+            Row("trajectory.1", "a step of one torchft replica, alone", "torchft_steps.ours1.step", ("torchft_steps.plain1.step",),
+                "torchft's own Manager", None),
+            Row("trajectory.2", "a step of two", "torchft_steps.ours.step", ("torchft_steps.plain.step",), "torchft's own Manager", None),
+            Row("trajectory.3", "a step of three", "torchft_steps.ours3.step", ("torchft_steps.plain3.step",), "torchft's own Manager", None),
         ),
     ),
     "commit": Bench(

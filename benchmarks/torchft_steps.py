@@ -199,3 +199,13 @@ def plain3(mb: int, folder: Path) -> Iterator[dict[str, float]]:
 def ours3(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     """Ours, three replicas."""
     yield from _steps(_ours, folder, 3)
+
+
+def plain1(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """torchft's Manager, alone."""
+    yield from _steps(_plain, folder, 1)
+
+
+def ours1(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Ours, alone."""
+    yield from _steps(_ours, folder, 1)
