@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +29,15 @@ from ftckpt.trainer.resuming import Resumer, ResumeReport
 class Loader:
     """Loads manifests; on its rank the store fails as often as said."""
 
-    def __init__(self, store: MemoryStore, failures: int) -> None:
-        self.store, self.failures, self.tried = store, failures, list[str]()
+    def __init__(self, store: MemoryStore, failures: int, takes: float = 0.0) -> None:
+        self.store, self.failures, self.takes, self.tried = store, failures, takes, list[str]()
 
     def load(self, location: str, entry: object, replica: object, options: object) -> Any:
         self.tried.append(location)
         if self.failures > 0:
             self.failures -= 1
             raise StoreError("the mount does not answer")
+        time.sleep(self.takes)
         path = f"job/generations/{location}/{MANIFEST}"
         return SimpleNamespace(
             manifest=decode(self.store.get(path), Manifest, path), report=SimpleNamespace(bytes=0), warnings=(), seconds=0.0
@@ -45,19 +47,21 @@ class Loader:
         return manifest.trajectory
 
 
-def resume_both(failures: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[ResumeReport], list[Loader]]:
+def resume_both(
+    failures: tuple[int, int], monkeypatch: pytest.MonkeyPatch, takes: float = 0.0, group_s: float = 20.0, load_s: float = 60.0
+) -> tuple[list[ResumeReport], list[Loader]]:
     monkeypatch.setattr(resuming, "UNREAD_PAUSES_S", (0.01, 0.01))
     monkeypatch.setattr(resuming, "ResumeReport", lambda **fields: SimpleNamespace(**fields))
     store, log, shared = MemoryStore(), MemoryLog("job"), HashStore()
     for step in (1, 2):
         write_generation(store, log, "job", step, {"model/w": np.zeros(8, np.float32)}, ranks=2)
-    loaders = [Loader(store, n) for n in failures]
+    loaders = [Loader(store, failures[0]), Loader(store, failures[1], takes)]
     reports: dict[int, Any] = {}
 
     def rank(number: int) -> None:
-        group = Group(number, 2, shared, deadline=20.0).open()
+        group = Group(number, 2, shared, deadline=group_s).open()
         replica = SimpleNamespace(replica="replica-0", adopt=lambda *_: None)
-        resumer = Resumer(store, log, "job", group, loaders[number], replica, fence=False)  # type: ignore[arg-type]
+        resumer = Resumer(store, log, "job", group, loaders[number], replica, fence=False, load_s=load_s)  # type: ignore[arg-type]
         reports[number] = resumer.resume(Newest(), LoadOptions())
 
     threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in (0, 1)]
@@ -86,6 +90,12 @@ def test_a_store_that_goes_on_failing_on_one_rank_makes_all_take_the_generation_
     assert [r.step for r in reports] == [1, 1]
     assert loaders[0].tried == loaders[1].tried
     assert all("the mount does not answer" in r.passed_over[0] for r in reports)
+
+
+@pytest.mark.covers("I11")
+def test_a_rank_that_loads_for_longer_than_ranks_wait_for_a_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, _ = resume_both((0, 0), monkeypatch, takes=1.8, group_s=1.0)
+    assert [r.step for r in reports] == [2, 2]
 
 
 @pytest.mark.covers("I14")
