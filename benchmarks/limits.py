@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 
 PIECE = 16 << 20
 PAGE = 4096
+HUGE = 2 << 20
 
 
 def memcpy(mb: int, folder: Path) -> Iterator[dict[str, float]]:
@@ -37,6 +39,28 @@ def memcpy(mb: int, folder: Path) -> Iterator[dict[str, float]]:
                 r.copy_(t)
             samples.append(time.perf_counter() - begun)
         yield {"copy": statistics.median(samples)}
+
+
+def _huge(mb: int) -> memoryview | None:
+    """The same in huge pages, which the device takes in larger pieces; None where the kernel makes none."""
+    size = mb * 1_000_000 // PAGE * PAGE
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    fd = os.memfd_create("bench")
+    os.ftruncate(fd, size)
+    room = libc.mmap(None, ctypes.c_size_t(size + HUGE), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
+    begin = -(-room // HUGE) * HUGE
+    libc.mmap(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | 0x10, fd, ctypes.c_long(0))
+    os.close(fd)
+    view = memoryview((ctypes.c_char * size).from_address(begin)).cast("B")
+    for at in range(0, size, HUGE):
+        view[at] = 1
+    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size // HUGE * HUGE), 25) != 0:  # MADV_COLLAPSE
+        return None
+    piece = os.urandom(1 << 20)
+    for at in range(0, size, 1 << 20):
+        view[at : at + (1 << 20)] = piece[: min(1 << 20, size - at)]
+    return view
 
 
 def _shared(mb: int) -> mmap.mmap:
@@ -76,8 +100,8 @@ def _write(path: Path, data: memoryview, flags: int, threads: int) -> float:
 
 
 def write(mb: int, folder: Path) -> Iterator[dict[str, float]]:
-    """Write and fsync shared memory, past the page cache (one and two at a time) and through it."""
-    view = memoryview(_shared(mb))
+    """Write and fsync shared memory, past the page cache (one and two at a time; of small and of huge pages) and through it."""
+    view, huge = memoryview(_shared(mb)), _huge(mb)
     number = 0
     while True:
         found = {}
@@ -85,6 +109,9 @@ def write(mb: int, folder: Path) -> Iterator[dict[str, float]]:
         with suppress(OSError):  # a file system without O_DIRECT
             found["direct"] = _write(folder / f"d{number}", view, os.O_DIRECT, 1)
             found["direct2"] = _write(folder / f"e{number}", view, os.O_DIRECT, 2)
+            if huge is not None:
+                found["huge"] = _write(folder / f"h{number}", huge, os.O_DIRECT, 1)
+                found["huge2"] = _write(folder / f"i{number}", huge, os.O_DIRECT, 2)
         found["buffered"] = _write(folder / f"b{number}", view, 0, 1)
         yield found
 

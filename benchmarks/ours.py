@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ftckpt.testing.etcd_server import EtcdServer
 from state import build
 
 PATIENCE = 120.0
+SAVES = 6  # in one round of training beside saves
 SETTLE = 2.0  # seconds between resume and the first save, as in any real job: the arena is prefaulted meanwhile
 
 
@@ -25,11 +26,11 @@ def _opened(folder: Path, job: str, **options: Any) -> Checkpointer:
 
 
 @contextmanager
-def _training(mb: int, folder: Path) -> Iterator[Checkpointer]:
-    """A resumed job with the usual state, its log on a real etcd."""
+def _training(mb: int, folder: Path, **states: Any) -> Iterator[Checkpointer]:
+    """A resumed job with the usual state (and more), its log on a real etcd."""
     model, optimizer = build(mb)
     with EtcdServer(directory=folder / "etcd") as server, _opened(folder, "bench", log=server.url) as ckpt:
-        ckpt.register(model=model, optimizer=optimizer)
+        ckpt.register(model=model, optimizer=optimizer, **states)
         ckpt.resume()
         time.sleep(SETTLE)
         yield ckpt
@@ -50,34 +51,51 @@ def save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
 
 
 def _train(mb: int, folder: Path) -> Iterator[dict[str, float]]:
-    """Steps of a few milliseconds of matrix products: alone, and from the return of a save until its commit."""
-    a = torch.randn(384, 384)
+    """A training loop (forward, backward, AdamW, ``ckpt.step()``), steps of some milliseconds: alone, and from the return of saves until their commits."""
+    net = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())))
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    batch = torch.randn(64, 512)
 
-    def steps_until(done: Any) -> tuple[int, float]:
-        begun, count = time.perf_counter(), 0
-        while not done():
-            for _ in range(4):
-                torch.mm(a, a)
-            count += 1
-        return count, time.perf_counter() - begun
+    with _training(mb, folder, net=net, adamw=adamw) as ckpt:
 
-    with _training(mb, folder) as ckpt:
+        def steps_until(done: Callable[[], bool]) -> tuple[int, float]:
+            begun, count = time.perf_counter(), 0
+            while not done():
+                adamw.zero_grad()
+                net(batch).square().mean().backward()
+                adamw.step()
+                ckpt.step()
+                count += 1
+            return count, time.perf_counter() - begun
+
+        def alone(seconds: float) -> tuple[int, float]:
+            end = time.perf_counter() + seconds
+            return steps_until(lambda: time.perf_counter() >= end)
+
+        alone(0.5)
         while True:
-            end = time.perf_counter() + 1.0
-            alone, alone_s = steps_until(lambda: time.perf_counter() >= end)  # noqa: B023  # used up within the turn
-            ckpt.step()
-            handle = ckpt.save()
-            begun = time.perf_counter()
-            handle.wait(PATIENCE)
-            idle = time.perf_counter() - begun
-            ckpt.step()
-            handle = ckpt.save()
-            meanwhile, meanwhile_s = steps_until(lambda: handle.committed)  # noqa: B023
-            yield {"alone": alone_s / alone, "meanwhile": meanwhile_s / max(meanwhile, 1), "committed": meanwhile_s, "idle": idle}
+            idle, taken, counted, free, free_s = [], 0.0, 0, 0, 0.0
+            for _ in range(SAVES):
+                handle = ckpt.save()
+                begun = time.perf_counter()
+                handle.wait(PATIENCE)
+                idle.append(time.perf_counter() - begun)
+                steps = alone(0.3)
+                free, free_s = free + steps[0], free_s + steps[1]
+                handle = ckpt.save()
+                steps = steps_until(lambda: handle.committed)  # noqa: B023  # used up within the turn
+                counted, taken = counted + steps[0], taken + steps[1]
+                alone(0.05)
+            yield {
+                "alone": free_s / free,
+                "meanwhile": taken / max(counted, 1),
+                "committed": taken / SAVES,
+                "idle": statistics.median(idle),
+            }
 
 
 def train_all_cores(mb: int, folder: Path) -> Iterator[dict[str, float]]:
-    """Training with as many threads as torch takes."""
+    """Training with two threads, or as many as torch takes: both cores of a small machine are busy."""
     yield from _train(mb, folder)
 
 
