@@ -10,16 +10,25 @@ import pytest
 from agent_harness import Rig, Trainer, until
 from safetensors import safe_open
 
+from ftckpt.agent.desk import Desk
+from ftckpt.agent.jobs import Job
+from ftckpt.agent.reuse import MAX_HOLDERS, Reuse
+from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.keep import KeepLast
 from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.errors import LogUnreachable
 from ftckpt.flows.copy import copy_generation
 from ftckpt.flows.gc import collect, make_plan
 from ftckpt.flows.read import open_generation
 from ftckpt.flows.verify import verify
 from ftckpt.format.plan import plan_image
 from ftckpt.format.table import PAGE
+from ftckpt.link import messages as m
+from ftckpt.link.config import AgentConfig
 from ftckpt.stores.local import LocalStore
-from ftckpt.testing.generations import flip, write_generation
+from ftckpt.stores.memory import MemoryStore
+from ftckpt.testing.generations import flip, open_entry, walk, write_generation
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 LAYERS, WIDTH, RANK = 12, 192, 4
@@ -221,6 +230,92 @@ def test_a_clean_up_by_hand_between_two_saves_takes_nothing_that_the_next_one_ne
         (entry,) = generations(rig)
         assert verify(rig.store(), "job", entry.location, entry).sound
         assert same(stored(rig, entry), lora(step))
+
+
+@pytest.mark.covers("I11")
+def test_a_generation_refers_to_a_bounded_number_of_others(rig: Rig) -> None:
+    trainer = rig.trainer(reuse=True, keep="last:2")
+    state = {f"model/w{i}": np.full(300, -1, np.float32) for i in range(20)}
+    for step in range(24):
+        state[f"model/w{step % 20}"] = np.full(300, step, np.float32)
+        save(trainer, state)
+    newest = generations(rig)[-1]
+    assert 8 < len(newest.refers) <= MAX_HOLDERS
+    assert same(stored(rig, newest), state)
+    assert until(lambda: len(names(rig)) <= MAX_HOLDERS + 4, 10.0)
+
+
+class Bench:
+    """One agent's knowledge, by itself: a job of one tensor whose newest generation has what the next save has."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.store, self.log = MemoryStore(), MemoryLog("job")
+        self.desk = Desk(lambda: None)
+        self.reuse = Reuse(self.store, self.log, self.desk)
+        self.values = np.arange(1000, dtype=np.float32)
+        self.at = walk("job", 1)
+        self.base = write_generation(self.store, self.log, "job", 1, {"w": self.values}, self.at, reuse=True)
+        self.desk.know_log(self.log.uuid())
+        self.desk.see_tail(self.base)
+        self.config = config
+
+    def refers(self, trajectory: Trajectory | None = None) -> list[str]:
+        """What the next save would refer to."""
+        at = trajectory or walk("job", 2, after=self.at)
+        message = m.Save(
+            ordinal=1, slot=0, arena=1, layout=0, attempt="0" * 8, trajectory=at, leaves=b"", cursor=b"", expected=(), counts={}, samples=0,
+            batches_committed=0, known_tail=0, base=0, metrics={},
+        )  # fmt: skip
+        table = plan_image([("w", "float32", (1000,), (0,), (1000,))])
+        job = Job(session=1, config=self.config, save=message, table=table, states={}, received=0.0)
+        less, base = self.reuse.reduced(job, memoryview(self.values.tobytes()))
+        assert (base is None) == (not less.refers)
+        assert less.image.nbytes == less.table.image_bytes == (0 if less.refers else 4000)
+        return [r.location for r in less.refers]
+
+
+@pytest.mark.covers("I7", "I9")
+def test_only_a_committed_generation_on_the_own_trajectory_that_verified_is_referred_to(rig: Rig) -> None:
+    bench = Bench(rig.config(reuse=True))
+    assert bench.refers() == [bench.base.location]
+    assert bench.refers(walk("job", 2, seed="another")) == []
+    bench.reuse.doubt((bench.base.index,))
+    assert bench.refers() == []
+
+
+@pytest.mark.covers("I7")
+@pytest.mark.parametrize("file", ["manifest.json", "shard-00000-of-00001.safetensors"])
+@pytest.mark.parametrize("how", ["gone", "changed"])
+def test_nothing_is_referred_to_through_what_is_gone_or_changed(rig: Rig, file: str, how: str) -> None:
+    bench = Bench(rig.config(reuse=True))
+    path = f"job/generations/{bench.base.location}/{file}"
+    if how == "gone":
+        bench.store.remove(path)
+    else:
+        flip(bench.store, path, at=100)
+    assert bench.refers() == []
+
+
+@pytest.mark.covers("I7", "I13")
+def test_the_base_of_a_save_in_flight_is_held_and_a_log_that_is_away_costs_only_room(rig: Rig) -> None:
+    bench = Bench(rig.config(reuse=True))
+    bench.desk.begin(1, 1)
+    assert bench.refers()
+    assert bench.reuse.in_use(1) == {bench.base.index}
+    bench.desk.end(1, 1, m.Dropped(ordinal=1, reason=""))
+    assert bench.reuse.in_use(1) == set()
+    opened, after = open_entry(bench.log, bench.base, bench.at)
+    bench.desk.see_tail(opened)
+    assert bench.refers(walk("job", 3, after=after)) == [bench.base.location]  # by way of the open entry's base
+    away = Bench(rig.config(reuse=True))
+    opened, after = open_entry(away.log, away.base, away.at)
+    away.desk.see_tail(opened)
+
+    def down(index: int, **options: object) -> Entry:
+        raise LogUnreachable("down")
+
+    away.log.entry = down  # type: ignore[method-assign]
+    assert away.refers(walk("job", 3, after=after)) == []
 
 
 @pytest.mark.covers("I9")
