@@ -225,6 +225,16 @@ def test_a_durable_tier_that_is_down_at_the_end_is_a_failed_save_that_says_what_
         save.wait(20.0)
 
 
+@pytest.mark.covers("I7", "I9")
+def test_generations_that_refer_to_earlier_ones_are_whole_in_both_tiers_whatever_retention_removes(tiers: Tiers) -> None:
+    trainer = tiers.trainer(reuse=True, keep="last:2")
+    for _ in range(4):
+        assert trainer.save(fill=7).wait(30.0) == "committed"
+    assert until(lambda: len(tiers.rig.entries()) == 2, 20.0)
+    assert tiers.rig.entries()[-1].refers  # type: ignore[attr-defined]
+    assert tiers.sound(tiers.first) == tiers.sound(tiers.durable) == [3, 4]
+
+
 @pytest.mark.covers("F76", "I11")
 def test_memory_and_descriptors_of_an_agent_that_copies_stay_flat(tiers: Tiers) -> None:
     trainer = tiers.trainer(keep="last:2")

@@ -24,9 +24,9 @@ from ftckpt.flows.verify import verify
 from ftckpt.ports import BlobStore
 from ftckpt.stores.tiered import TieredStore
 from ftckpt.testing.faults import Fault, FaultyStore
-from ftckpt.testing.generations import flip, shorten
+from ftckpt.testing.generations import flip, shorten, walk, write_generation
 from ftckpt.wiring import claim_root, open_root, read_marker, remark
-from unit.flows.flowkit import JOB, World, world
+from unit.flows.flowkit import JOB, World, tensors, world
 
 
 class Two:
@@ -214,6 +214,19 @@ def test_a_finished_generation_without_record_is_brought_before_it_is_adopted(tw
     choice = choose(two.w.log, two.store, JOB, adopt=True)
     assert (choice.source, choice.step) == ("generation", 4)
     assert verify(two.store.durable, JOB, made.location).sound
+
+
+@pytest.mark.covers("I7", "I9")
+def test_files_of_earlier_generations_that_it_refers_to_are_brought_with_it_and_found_in_either_tier(two: Two) -> None:
+    last = two.w.save(4, reuse=True)
+    state = walk(JOB, 5, after=two.w.states[-1])
+    entry = write_generation(two.w.store, two.w.log, JOB, 5, tensors(4), state, ranks=2, reuse=True)
+    assert entry.refers == (last.location,)
+    bring(two.store, JOB, entry.location, entry)
+    assert verify(two.store.durable, JOB, entry.location, entry).sound
+    two.store.first.remove_tree(two.w.path(last))
+    assert verify(two.store, JOB, entry.location, entry).sound
+    assert choose(two.w.log, two.store, JOB, verify_level="full").step == 5
 
 
 @pytest.mark.covers("I7")
