@@ -118,7 +118,7 @@ class Joining:
         finally:
             arrived.release()
         step, size = self._own().step, arrived.image.table.image_bytes
-        self._session.client.note("healed", f"step {step}: {arrived.text}", {"step": step, **arrived.detail})
+        self._session.client.note("healed", f"step {step}: {arrived.text}", {"step": step, "rank": self._group.rank, **arrived.detail})
         if self._pace is not None:
             self._pace.measured(size, arrived.seconds)
         self._events.tell(Healed(step=step, bytes=size, seconds=arrived.seconds, sources=tuple(arrived.sources)))

@@ -51,7 +51,13 @@ class Member:
         session.prepare(session.local)
         settings = self.ckpt.settings
         self.peers = Told(self.ckpt._log, bytes.fromhex(job_secret(settings)), settings.replica, 0, lambda: os.urandom(32))
-        self.carrier = HealCarrier(session, trajectory=lambda: self.at, peers=self.peers, tls=taking(settings.agent_tls_ca))
+        self.carrier = HealCarrier(
+            session,
+            trajectory=lambda: self.at,
+            peers=self.peers,
+            tls=taking(settings.agent_tls_ca),
+            on_progress=self.ckpt._background.healing,
+        )
         self.set(step=spec.get("seed", 0))
         self.training = threading.Event()
         self.trainer: threading.Thread | None = None
@@ -146,6 +152,11 @@ class Member:
 
     def announce(self) -> dict[str, Any]:
         self.ckpt._session.client.live("live", self.at, {"agents": self.ckpt._session.client.url})
+        return {}
+
+    def tell(self) -> dict[str, Any]:
+        """Say where training stands, as ``ckpt.step()`` does."""
+        self.ckpt._background.tell(self.ckpt.replica, writer=False, force=True)
         return {}
 
     def close(self) -> dict[str, Any]:

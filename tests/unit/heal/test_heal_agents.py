@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -183,6 +184,26 @@ def test_a_slow_link_is_no_stall_while_bytes_flow(members: Start, wire: Start) -
     assert got["numbers"] == [5.0], got
     assert time.monotonic() - began > 3.0
     assert not got["dropped"]
+
+
+@pytest.mark.covers("F51")
+def test_a_heal_that_takes_long_shows_in_status_how_far_it_is_and_how_fast(members: Start, wire: Start, tmp_path: Path) -> None:
+    source, joiner = members("source", "joiner", side=384)
+    source.call("publish", step=5)
+    joiner.call("tell")
+    joiner.send("heal", metadata=through(source.metadata, wire(source.url, rate=1.5 * MIB).url), step=5)
+    shown: set[str] = set()
+    until = time.monotonic() + 20
+    log = open_log("", job="heal", root_url=str(tmp_path / "root"), timeout=5)
+    try:
+        while not shown and time.monotonic() < until:
+            shown |= {str(r.detail["heal"]) for r in log.replicas() if r.replica == "joiner" and "heal" in r.detail}
+            time.sleep(0.05)
+    finally:
+        log.close()
+    assert joiner.answer()["numbers"] == [5.0]
+    (text,) = shown
+    assert re.fullmatch(r"\d+ % of \d+ bytes at \d+ MB/s", text), text
 
 
 @pytest.mark.covers("F75", "I10")
