@@ -12,6 +12,7 @@ from data_world import DataJob  # type: ignore[import-not-found]
 
 from ftckpt.data.audit import read_audit
 from ftckpt.data.sampler import ElasticSampler
+from ftckpt.wiring import open_log
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -129,6 +130,20 @@ def test_a_spare_draws_what_does_not_count_and_takes_its_turn_when_another_dies(
     assert (status, [(e["epoch"], e["missing"], e["repeated"]) for e in one["epochs"]]) == (0, [(0, [], []), (1, [], [])])
 
 
+def each_rank_healed_from_its_counterpart(run: DataJob) -> None:
+    """Every rank of a sharded group takes the shards of the same rank of the other group."""
+    log = open_log(None, job="data", root_url=str(run.root))
+    try:
+        agents = {line.replica: line.agents for line in log.replicas()}
+        heals = [e for e in log.events(limit=1000) if e.kind == "healed" and int(e.detail["step"]) > 0]
+    finally:
+        log.close()
+    assert {int(e.detail["rank"]) for e in heals if e.replica == "replica0"} == {0, 1}
+    for event in heals:
+        (other,) = agents.keys() - {event.replica}
+        assert event.detail["sources"] == agents[other][int(event.detail["rank"])], event
+
+
 @pytest.mark.covers("F49", "I12", "A6")
 def test_the_shared_order_is_shared_out_to_the_ranks_of_sharded_groups(job: Callable[..., DataJob]) -> None:
     run = job(
@@ -139,6 +154,7 @@ def test_the_shared_order_is_shared_out_to_the_ranks_of_sharded_groups(job: Call
     run.until("both take part", lambda: run.top >= 5 and run.taking_part() == 2)
     run.kill_worker(0)
     run.until("both again", lambda: run.top >= 15 and run.taking_part() == 2)
+    each_rank_healed_from_its_counterpart(run)
     run.kill_all()
     run.start(0, 1)
     run.finish()
