@@ -16,8 +16,9 @@ import psutil
 from ftckpt.errors import DeadlineExceeded
 from ftckpt.testing.cluster import tree
 
-BACKENDS: dict[str, dict[str, str]] = {"etcd-v3": {}, "etcd": {}, "etcd-v2": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
-"""Backends on etcd, each with the environment that it needs so that workers can be restarted."""
+_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+BACKENDS: dict[str, dict[str, str]] = {"etcd-v3": {}, "etcd": {}, "etcd-v2": _ANEW, "c10d": _ANEW}
+"""Rendezvous backends, each with the environment that it needs so that workers can be restarted."""
 
 # A worker that meets the others, says so in a line of a file of its own, and works with them until told to end.
 WORKER = """
