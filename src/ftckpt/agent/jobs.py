@@ -8,7 +8,7 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry, Participant
 from ftckpt.domain.names import GenerationName, generation_dir
-from ftckpt.format.manifest import FileInfo, Receipt, StateInfo
+from ftckpt.format.manifest import FileInfo, Intent, Receipt, StateInfo
 from ftckpt.format.table import TensorTable
 from ftckpt.link.config import AgentConfig
 from ftckpt.link.messages import Save
@@ -88,6 +88,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         state: "committed", "dropped" (superseded) or "failed".
         entry: the record; of a save that was dropped since another rank relied on a withdrawn one: the tail.
         error: class name, what, now, todo of a failure.
+        whose: of an attempt that was given up: a clean-up that finds nothing else of it knows it by this.
     """
 
     version: int = 1
@@ -95,3 +96,4 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     entry: Entry | None = None
     reason: str = ""
     error: tuple[str, str, str, str] = ("", "", "", "")
+    whose: Intent | None = None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import OUTCOME, Job, Outcome
+from ftckpt.agent.small import intent_of
 from ftckpt.errors import FtckptError, NotFound
 from ftckpt.format.manifest import ABANDONED, decode, encode
 from ftckpt.link import messages as m
@@ -28,6 +31,8 @@ def tell(store: BlobStore, job: Job, outcome: Outcome, *, durable: bool) -> None
     """
     if durable and job.config.group_world_size == 1:
         return
+    if not durable:
+        outcome = msgspec.structs.replace(outcome, whose=intent_of(job))
     try:
         store.put(f"{job.directory}/{OUTCOME if durable else ABANDONED}", encode(outcome), if_absent=True)
     except FtckptError as e:

@@ -232,7 +232,7 @@ def _withdrawn(log: CommitLog, index: int) -> tuple[bool, str]:
 def _owner(store: BlobStore, path: str, job: str, name: GenerationName) -> Intent | None:
     """Whose attempt it is: ``attempt.json``, or where rank 0 died before it any other rank's claim, if it is of this very directory.
 
-    Where a clean-up took both away while their writers stood still, these have gone on, and their manifest says it.
+    Where a clean-up took both away while their writers stood still, these have gone on, and their manifest says it, or that they gave it up.
     """
     for file in (INTENT, *(f"{CLAIMS}/{claim}" for claim in store.listdir(f"{path}/{CLAIMS}"))):
         try:
@@ -241,7 +241,23 @@ def _owner(store: BlobStore, path: str, job: str, name: GenerationName) -> Inten
             continue
         if intent.job == job and GenerationName(intent.step, intent.trajectory[:8], intent.attempt) == name:
             return intent
-    return _signed(store, path, job, name)
+    return _signed(store, path, job, name) or _given_up(store, path, job, name)
+
+
+class _GivenUp(msgspec.Struct, frozen=True):
+    """What of ``abandoned.json`` says whose attempt it was."""
+
+    whose: Intent | None = None
+
+
+def _given_up(store: BlobStore, path: str, job: str, name: GenerationName) -> Intent | None:
+    try:
+        intent = decode(store.get(f"{path}/{ABANDONED}"), _GivenUp, f"{path}/{ABANDONED}").whose
+    except NotFound:
+        return None
+    if intent is None or intent.job != job or GenerationName(intent.step, intent.trajectory[:8], intent.attempt) != name:
+        return None
+    return intent
 
 
 def _signed(store: BlobStore, path: str, job: str, name: GenerationName) -> Intent | None:

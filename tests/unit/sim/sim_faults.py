@@ -228,6 +228,11 @@ def lost_answers(world: World, act: Act) -> None:
     world.lost += 1 + int(act.pick * 3)
 
 
+def one_answer(fate: str) -> Callable[[World, Act], None]:
+    """The next writing transaction ends so, whoever's it is."""
+    return lambda world, act: world.fates.append(fate)
+
+
 def store_errors(world: World, act: Act) -> None:
     agent = _agent(world, act)
     if agent is not None:
@@ -363,5 +368,6 @@ DO: dict[str, Callable[[World, Act], None]] = {
     "kill trainers": kill_trainers, "kill agent": kill_agent, "kill host": kill_host, "kill all": kill_all, "stop agent": stop_agent,
     "stop trainers": stop_trainers, "stop host": stop_host, "zombie": zombie, "log down": log_down, "cut agent": cut_agent,
     "lost answers": lost_answers, "store errors": store_errors, "disk full": disk_full, "reader": reader, "clean-up": clean_up,
-    "pin": pin, "older": older, "restore": restore,
+    "pin": pin, "older": older, "restore": restore, "answer lost": one_answer("lost"), "answer late": one_answer("late"),
+    "answer refused": one_answer("refused"),
 }  # fmt: skip

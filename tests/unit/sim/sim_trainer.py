@@ -53,9 +53,9 @@ class Board:
             self.keys[key] = value
             self._changed.notify_all()
 
-    def wait(self, keys: list[str]) -> list[bytes]:
+    def wait(self, keys: list[str], deadline: float | None = None) -> list[bytes]:
         with self._changed:
-            if not self._changed.wait_for(lambda: all(k in self.keys for k in keys), GROUP_S):
+            if not self._changed.wait_for(lambda: all(k in self.keys for k in keys), GROUP_S if deadline is None else deadline):
                 raise DeadlineExceeded(f"ranks of {self.incarnation} are missing")
         return [self.keys[k] for k in keys]
 
@@ -82,13 +82,13 @@ class GroupOf:
     def publish(self, key: str, value: bytes) -> None:
         self._board.set(f"{key}/{self.rank}", value)
 
-    def collect(self, key: str) -> list[bytes]:
-        return self._board.wait([f"{key}/{rank}" for rank in range(self.world_size)])
+    def collect(self, key: str, *, deadline: float | None = None) -> list[bytes]:
+        return self._board.wait([f"{key}/{rank}" for rank in range(self.world_size)], deadline)
 
-    def agree(self, key: str, value: bytes) -> bytes:
+    def agree(self, key: str, value: bytes, *, deadline: float | None = None) -> bytes:
         if self.rank == 0:
             self._board.set(f"{key}/0", value)
-        return self._board.wait([f"{key}/0"])[0]
+        return self._board.wait([f"{key}/0"], deadline)[0]
 
 
 class Loader:

@@ -75,6 +75,7 @@ class World:
         self.pending: dict[str, int] = dict.fromkeys(self.names, 0)  # restarts that are on their way
         self.retired: set[str] = set()  # incarnations that are not started again
         self.lost = 0
+        self.fates: list[str] = []  # of the next writing transactions
         self.stopped = False  # by the operator
         self.healed = self.gave_up = 0
         self.said: ResumeToken | None = None
@@ -104,6 +105,8 @@ class World:
         return True
 
     def _fate(self, process: Process, then: Sequence[Operation]) -> str:
+        if self.fates:
+            return self.fates.pop(0)
         if self.lost <= 0 or self.rng.random() > 0.5:
             return ""
         self.lost -= 1

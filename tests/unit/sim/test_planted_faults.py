@@ -170,6 +170,7 @@ def rubbish_needs_its_intent(patch: Patch) -> None:
 
     patch.setattr(pipeline.Pipeline, "_is_rubbish", strict)
     patch.setattr(leftovers, "_signed", lambda store, path, job, name: None)
+    patch.setattr(leftovers, "_given_up", lambda store, path, job, name: None)
 
 
 def the_journal_gives_its_newest(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sim_faults import DO
+from sim_faults import FORKS, KINDS
 from sim_world import World, schedule, simulated
 
 SCHEDULES, CHUNKS = 10_000, 20
@@ -54,7 +54,7 @@ def test_schedules_reach_what_they_are_for() -> None:
         for seed in range(600):
             world = schedule(seed)
             judge = world.judge
-            seen.update({act for act in DO if any(f"({act})" in line for line in world.story)})
+            seen.update({act for act in (*KINDS, *FORKS) if any(f"({act})" in line for line in world.story)})
             seen.update({f"save {h.state}" for h in world.handles})
             seen["recorded by another"] += any(
                 r.writer.startswith("r") and w.split()[0] != "agent" for w, r in judge.by if r.kind == "generation"
@@ -67,7 +67,7 @@ def test_schedules_reach_what_they_are_for() -> None:
             seen["ended diverged"] += any("Diverged" in line for line in world.story)
             seen["two ranks"] += world.plan.ranks == 2
     wanted = {
-        *DO, "save committed", "save dropped", "save failed", "recorded by another", "opened", "withdrawn", "rebuilt", "healed", "gave up",
+        *KINDS, *FORKS, "save committed", "save dropped", "save failed", "recorded by another", "opened", "withdrawn", "rebuilt", "healed", "gave up",
         "ended diverged", "two ranks",
     }  # fmt: skip
     assert not [what for what in wanted if not seen[what]], seen
