@@ -18,7 +18,7 @@ from ftckpt.format.plan import Spec, plan_image
 from ftckpt.trainer.collect import Source, Static, Watch, collect_dynamic, collect_static, signature
 from ftckpt.trainer.copying import Copies
 from ftckpt.trainer.group import Group
-from ftckpt.trainer.image_plan import Batch, Plan, box_source, image_views, place
+from ftckpt.trainer.image_plan import Batch, Plan, image_views, place
 from ftckpt.trainer.layout import Box, Held, Ownership, dtype_name, exchange, held
 from ftckpt.trainer.naming import memory_key
 from ftckpt.trainer.states import StateRegistry
@@ -128,14 +128,14 @@ class Capturer:
                     now="nothing was captured",
                     todo="call both at the same step boundary, and let state functions give the same tensors each time",
                 )
-            now = {source.name: source.tensor for source in dynamic.sources}
+            now = {source.name: source.tensor for source in dynamic.sources}  # the others are those of the plan
             copies = (
                 self._pool.pop()
                 if self._pool
                 else [[torch.empty_like(s, memory_format=torch.contiguous_format) for s in batch.sources] for batch in plan.frozen]
             )
             for batch, targets in zip(plan.frozen, copies, strict=True):
-                sources = [box_source(now.get(p.source.name, p.source.tensor), p.box) for p in batch.pieces]
+                sources = batch.sources_now(now)
                 if batch.device.type == "cpu":
                     Copies(targets, sources).run()
                 else:
