@@ -19,9 +19,10 @@ from ftckpt.agent.desk import Desk
 from ftckpt.agent.exchange import Exchange
 from ftckpt.agent.jobs import Candidate, Job
 from ftckpt.agent.priority import Niced
+from ftckpt.agent.telling import FIRST_RETRY_S, SLOWEST_RETRY_S, Telling
 from ftckpt.agent.work import Worker
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.names import GenerationName, generation_dir
+from ftckpt.domain.names import GenerationName
 from ftckpt.errors import Damaged, FtckptError, LogError, NotFound, SaveFailed, StoreError
 from ftckpt.flows.evict import evict
 from ftckpt.flows.place import bring, bring_shard, check_bound
@@ -34,9 +35,8 @@ from ftckpt.stores.tiered import DURABLE, FIRST
 
 logger = logging.getLogger("ftckpt.agent")
 
-_FIRST_RETRY_S = 0.1
-_SLOWEST_RETRY_S = 5.0
-_TIDY_S = 10.0  # between two looks at what may leave the first tier, and at what is not placed yet
+_TIDY_S = 10.0  # between two looks at what is not placed yet, and at what may leave the first tier, while the log goes on
+_IDLE_S = 300.0  # the same while it does not: each reads the whole log
 _GONE = 256  # attempts remembered as removed
 
 
@@ -48,7 +48,7 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 class Placing:
-    """The threads ``place`` (shards and generations) and ``exchange`` (small files that other hosts wait for).
+    """The thread ``place`` (shards and generations), beside which ``agent.telling`` copies what other hosts wait for.
 
     Args:
         note: adds an event to the job's history.
@@ -72,13 +72,14 @@ class Placing:
         self._niced = Niced()
         self._gone: deque[str] = deque(maxlen=_GONE)
         self._down = False
-        self._tidied = 0.0
+        self._tidied = self._evicted = 0.0
+        self._evicted_at = -2  # tail of the log then
         self._sound: set[str] = set()
         self._dirty = True  # generations of an earlier agent may wait
         self._caught = self._marked = -1  # newest entries that were caught up with, and that this agent has noted itself
         self.moved = 0.0  # when bytes were written last, monotonic clock
         self._large: Worker[str | Candidate | Recorded] = Worker("place", self._do, desk, idle=self._tidy)
-        self._small: Worker[str] = Worker("exchange", self._tell, desk)
+        self._small = Telling(config.job, store, desk, self._is_gone)
         store.small, store.large, store.gone = self._small.put, self._large.put, self._gone.append
 
     # ------------------------------------------------------------ life
@@ -181,7 +182,7 @@ class Placing:
 
     def _outlast(self, what: str, work: Callable[[], None]) -> FtckptError | None:
         """Do it, again while the durable tier fails; why it came to nothing, or None."""
-        wait = _FIRST_RETRY_S
+        wait = FIRST_RETRY_S
         while True:
             try:
                 work()
@@ -195,7 +196,7 @@ class Placing:
                         now="what there is of it is whole in the first tier; only what has a record is committed",
                         todo="start the job again when the durable tier is back: it goes on from there",
                     )
-                wait = min(wait * 2, _SLOWEST_RETRY_S)
+                wait = min(wait * 2, SLOWEST_RETRY_S)
                 continue
             self._is_up()
             return None
@@ -260,16 +261,20 @@ class Placing:
         try:
             if self._config.rank == 0 and (self._dirty or (tail is not None and tail.index > max(self._caught, self._marked))):
                 self._catch_up()
-            if self._store.outage.over:
-                check_bound(self._store.durable, self._config.job)
-                left = evict(
-                    self._log, self._store, self._config.job, keep=self._config.keep_local, sound=self._sound,
-                    here=first_url(self._store.first.url),
-                )  # fmt: skip
-                if left:
-                    logger.info("the first tier let go of %s", ", ".join(left))
+            index = tail.index if tail is not None else -1
+            if self._store.outage.over and (index != self._evicted_at or now - self._evicted >= _IDLE_S):
+                self._evict()
+                self._evicted, self._evicted_at = now, index
         except FtckptError as e:
             logger.warning("tiers: %s", e.what)
+
+    def _evict(self) -> None:
+        """Let go of what the first tier need not keep."""
+        check_bound(self._store.durable, self._config.job)
+        here = first_url(self._store.first.url)
+        left = evict(self._log, self._store, self._config.job, keep=self._config.keep_local, sound=self._sound, here=here)
+        if left:
+            logger.info("the first tier let go of %s", ", ".join(left))
 
     def _catch_up(self) -> None:
         """Queue, in order, what an earlier agent or an outage left without its place in the durable tier."""
@@ -282,32 +287,6 @@ class Placing:
                 logger.info("#%d is to be placed in the durable tier", entry.index)
                 self._large.put(Recorded(entry))
         self._dirty, self._caught = False, max((e.index for e in entries), default=-1)
-
-    # ------------------------------------------------------------ the thread ``exchange``
-    def _tell(self, path: str) -> None:
-        """Copy a small file into the durable tier, for other hosts."""
-        location = path.split("/generations/")[-1].partition("/")[0]
-        wait = _FIRST_RETRY_S
-        while not self._is_gone(location):
-            try:
-                data = self._store.first.get(path)
-            except FtckptError:
-                return
-            try:
-                if self._store.outage.over:
-                    check_bound(self._store.durable, self._config.job)
-                    self._store.durable.put(path, data, if_absent=True)
-                    if self._is_gone(location):
-                        self._store.durable.remove_tree(generation_dir(self._config.job, location))
-                    return
-            except StoreError as e:
-                self._store.outage.failed(e)
-            except FtckptError as e:
-                logger.warning("%s was not copied to the durable tier: %s", path, e.what)
-                return
-            if self._desk.stopping.wait(wait):
-                return
-            wait = min(wait * 2, _SLOWEST_RETRY_S)
 
 
 def first_url(url: str) -> str:

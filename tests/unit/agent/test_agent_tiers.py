@@ -119,13 +119,13 @@ def test_acknowledged_after_the_first_tier_it_is_committed_at_once_and_placed_la
 
 
 @pytest.mark.covers("I6")
-def test_a_trainer_killed_while_it_is_copied_loses_nothing(tiers: Tiers) -> None:
+def test_an_agent_whose_trainer_has_gone_stays_until_all_is_copied_and_committed(tiers: Tiers) -> None:
     trainer = tiers.trainer(linger_s=0.1)
     trainer.save().wait(20.0)
     tiers.away()
     trainer.save().wait(20.0, "persisted")
     pid = trainer.client.agent_pid
-    trainer.client.close(0.0)  # the agent sees the connection end, without a word of what comes next
+    trainer.client.close(0.0)
     assert not ended(pid, 1.0)
     tiers.back()
     assert ended(pid, 20.0)
