@@ -11,10 +11,11 @@ import msgspec
 
 from ftckpt.errors import ConfigError
 from ftckpt.format.digest import digest
+from ftckpt.transfer.crew import Source
 from ftckpt.transfer.document import SnapshotDoc
 from ftckpt.transfer.order import Fetched, Order, Progress
 from ftckpt.transfer.peer import Blocks, Flaw, PeerConnection
-from ftckpt.transfer.roster import PAUSE_S, STRIKES, TICK_S, Roster, Source
+from ftckpt.transfer.roster import PAUSE_S, STRIKES, TICK_S, Roster
 from ftckpt.transfer.spans import Spans
 
 

@@ -9,11 +9,35 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from ftckpt.errors import ConfigError
 from ftckpt.transfer.wire import Channel, Closed
 
 log = logging.getLogger("ftckpt.transfer.server")
 BACKLOG = 128  # connections that the kernel holds until they are accepted or turned away
+
+
+class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer may ask for at most.
+
+    Args:
+        connections: open at once; more are turned away with 503.
+        head_bytes: size of a request's head.
+        header_lines: header lines of a request.
+        head_s: seconds for a connection's first request, and for any request's head from its first byte on.
+        idle_s: seconds between the requests of one connection.
+        send_stall_s: seconds without the peer taking a single byte.
+        wait_s: seconds that a request may wait for a step to be published.
+    """
+
+    connections: int = 64
+    head_bytes: int = 8192
+    header_lines: int = 64
+    head_s: float = 5.0
+    idle_s: float = 30.0
+    send_stall_s: float = 30.0
+    wait_s: float = 10.0
 
 
 class Listener:

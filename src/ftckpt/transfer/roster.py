@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-import threading
 import time
 from collections.abc import Callable
 
@@ -15,9 +14,10 @@ import msgspec
 
 from ftckpt.domain.names import check_name
 from ftckpt.errors import DeadlineExceeded, FtckptError, PeerError, Unauthorized
+from ftckpt.transfer.crew import Crew, Source
 from ftckpt.transfer.document import Proof, SnapshotDoc, SnapshotLine, check_doc, decode, line_of
 from ftckpt.transfer.order import Order
-from ftckpt.transfer.peer import Flaw, PeerConnection, Pulse
+from ftckpt.transfer.peer import Flaw, PeerConnection
 
 log = logging.getLogger("ftckpt.transfer.client")
 ASK_S = 10.0  # one question for a step that is not there yet
@@ -40,24 +40,7 @@ class Unproven(Exception):
         super().__init__(f"{url}: {why}")
 
 
-class Source:
-    """What is known of one peer. ``state``: asked, offers (has the step), used (has our bytes) or out."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.pulse = Pulse()
-        self.state = "asked"
-        self.line: SnapshotLine | None = None
-        self.digests: tuple[str, ...] | None = None
-        self.flaw = Flaw("")
-        self.bytes = 0
-        self.load = 0
-        self.strikes = 0
-        self.served = time.monotonic()  # when a block came last, or it was asked first
-        self.idle: list[PeerConnection] = []  # open, and used by nobody
-
-
-class Roster:
+class Roster(Crew):
     """The sources of one fetch, their connections, and the threads that use them.
 
     Args:
@@ -67,19 +50,13 @@ class Roster:
     """
 
     def __init__(self, order: Order, tls: ssl.SSLContext | None, started: float) -> None:
-        self.order = order
-        self.changed = threading.Condition()
-        self.sources = [Source(u) for u in order.urls]
+        super().__init__(order, tls)
         self.started = started
-        self.stopped = False
-        self.crash: BaseException | None = None
         self.standing = "nothing was taken"
-        self._tls = tls
         self._chosen: Source | None = None
         self._blocks = 0
         self._refusals: list[FtckptError] = []
         self._alone_since = 0.0
-        self._connections: set[PeerConnection] = set()
 
     @property
     def digests(self) -> tuple[str, ...] | None:
@@ -279,63 +256,3 @@ class Roster:
     def _reasons(self) -> str:
         said = {"asked": "it has not published the step"}
         return "; ".join(f"{s.url}: {s.flaw.why or said.get(s.state, s.state)}" for s in self.sources)
-
-    # ------------------------------------------------------------------ connections and threads
-    def connect(self, source: Source) -> PeerConnection:
-        """A connection to a source: an idle one, or one that its first request opens. It is aborted when the fetch ends."""
-        with self.changed:
-            if source.idle:
-                return source.idle.pop()
-        patience = self.order.patience
-        connection = PeerConnection(
-            source.url,
-            self.order.job,
-            self.order.key,
-            connect_s=patience.connect,
-            stall_s=patience.stall,
-            pulse=source.pulse,
-            tls=self._tls,
-        )
-        with self.changed:
-            self._connections.add(connection)
-            if self.stopped:
-                connection.abort()
-        return connection
-
-    def rest(self, source: Source, connection: PeerConnection) -> None:
-        """Keep a connection for the next that wants one to this source."""
-        with self.changed:
-            source.idle.append(connection)
-
-    def disconnect(self, connection: PeerConnection) -> None:
-        """Close a connection and forget it."""
-        connection.close()
-        with self.changed:
-            self._connections.discard(connection)
-
-    def thread(self, name: str, act: Callable[[], None]) -> threading.Thread:
-        """Start a thread whose crash ends the fetch on the calling thread."""
-
-        def body() -> None:
-            try:
-                act()
-            except BaseException as e:  # noqa: BLE001 - handed over: raised on the thread that called fetch
-                with self.changed:
-                    self.crash = self.crash or e
-                    self.changed.notify_all()
-
-        thread = threading.Thread(target=body, name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def stop(self) -> None:
-        """Wake up everybody; whoever still connects ends by itself within ``patience.connect``."""
-        with self.changed:
-            self.stopped = True
-            open_now = list(self._connections)
-            idle = [connection for source in self.sources for connection in source.idle]
-            self.changed.notify_all()
-        for connection in open_now:
-            connection.abort()
-        for connection in idle:
-            connection.close()

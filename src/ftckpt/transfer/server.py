@@ -20,7 +20,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.format.digest import digest_blocks
 from ftckpt.transfer.auth import check_request, derive_key, sign_answer
 from ftckpt.transfer.document import JournalLine, SnapshotDoc, SnapshotLine, encode
-from ftckpt.transfer.listener import Listener
+from ftckpt.transfer.listener import Listener, ServerLimits
 from ftckpt.transfer.shelf import Item, Shelf
 from ftckpt.transfer.wire import BadMessage, Channel, Request, parse_range, parse_request, render_answer
 
@@ -30,28 +30,6 @@ JournalSource = Callable[[str, int, int | None], tuple[int, bytes] | None]
 """Given a replica, a rank of it and a count of draws (None: whatever is newest): the newest (ordinal, loader state) not above it."""
 DIGEST_THREADS = 1  # one goes through memory as fast as two, and the other core is for those who serve
 LINGER_S = 0.25  # after refusing a malformed request
-
-
-class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer may ask for at most.
-
-    Args:
-        connections: open at once; more are turned away with 503.
-        head_bytes: size of a request's head.
-        header_lines: header lines of a request.
-        head_s: seconds for a connection's first request, and for any request's head from its first byte on.
-        idle_s: seconds between the requests of one connection.
-        send_stall_s: seconds without the peer taking a single byte.
-        wait_s: seconds that a request may wait for a step to be published.
-    """
-
-    connections: int = 64
-    head_bytes: int = 8192
-    header_lines: int = 64
-    head_s: float = 5.0
-    idle_s: float = 30.0
-    send_stall_s: float = 30.0
-    wait_s: float = 10.0
 
 
 class SnapshotServer:
