@@ -63,6 +63,23 @@ def _huge(mb: int) -> memoryview | None:
     return view
 
 
+def many_copies(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """As many small tensors as ``ours_many`` captures, one copy each, and all by one call."""
+    import torch
+
+    from ours_many import COUNT, SIDE
+
+    tensors = [torch.randn(SIDE, SIDE) for _ in range(COUNT)]
+    room = [torch.empty_like(t) for t in tensors]
+    while True:
+        begun = time.perf_counter()
+        for t, r in zip(tensors, room, strict=True):
+            r.copy_(t)
+        between = time.perf_counter()
+        torch._foreach_copy_(room, tensors)
+        yield {"copies": between - begun, "foreach": time.perf_counter() - between}
+
+
 def _shared(mb: int) -> mmap.mmap:
     """Shared memory that another process has filled."""
     size = mb * 1_000_000 // PAGE * PAGE

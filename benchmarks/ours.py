@@ -13,7 +13,7 @@ import torch
 
 from ftckpt import Checkpointer, Never
 from ftckpt.testing.etcd_server import EtcdServer
-from state import build
+from state import Peak, build
 
 PATIENCE = 120.0
 SAVES = 6  # in one round of training beside saves
@@ -106,7 +106,7 @@ def train_spare_core(mb: int, folder: Path) -> Iterator[dict[str, float]]:
 
 
 def load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
-    """``resume`` of a committed generation into live objects; log on SQLite; by the report's own seconds and by the clock."""
+    """``resume`` of a committed generation into live objects, log on SQLite: as a whole, loading alone, and the memory it took besides."""
     model, optimizer = build(mb)
     with _opened(folder, "bench") as ckpt:
         ckpt.register(model=model, optimizer=optimizer)
@@ -117,12 +117,19 @@ def load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
         model, optimizer = build(mb, seed=1)
         with _opened(folder, "bench") as ckpt:
             ckpt.register(model=model, optimizer=optimizer)
+            peak = Peak()
             begun = time.perf_counter()
             report = ckpt.resume()
             taken = time.perf_counter() - begun
+            extra = peak.megabytes()
         if report.step != 1:
             raise RuntimeError(f"nothing was resumed: {report.reasons}")
-        yield {"load": taken}
+        yield {"resume": taken, "load": report.load_seconds, "extra": extra}
+
+
+def load_small(mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    """What a resume costs whatever the size: a state of 1 MB."""
+    yield from load(1, folder)
 
 
 class _Counting:

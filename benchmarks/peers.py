@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from state import build, flat, nested
+from state import Peak, build, flat, nested
 
 warnings.filterwarnings("ignore")
 PATIENCE = 120.0
@@ -108,11 +108,13 @@ def mmap_load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     path = folder / "state.safetensors"
     save_file(live, path)
     while True:
+        peak = Peak()
         begun = time.perf_counter()
         with safe_open(path, framework="pt") as file:
             for name, tensor in live.items():
                 tensor.copy_(file.get_tensor(name))
-        yield {"load": time.perf_counter() - begun}
+        taken = time.perf_counter() - begun
+        yield {"load": taken, "extra": peak.megabytes()}
 
 
 def torch_load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
@@ -121,9 +123,11 @@ def torch_load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     path = folder / "state.pt"
     torch.save(live, path)
     while True:
+        peak = Peak()
         begun = time.perf_counter()
         _applied(torch.load(path, weights_only=True), live)
-        yield {"load": time.perf_counter() - begun}
+        taken = time.perf_counter() - begun
+        yield {"load": taken, "extra": peak.megabytes()}
 
 
 def dcp_load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
@@ -131,9 +135,11 @@ def dcp_load(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     value = nested(*build(mb))
     dcp.save(value, checkpoint_id=folder / "dcp", no_dist=True)
     while True:
+        peak = Peak()
         begun = time.perf_counter()
         dcp.load(value, checkpoint_id=folder / "dcp", no_dist=True)
-        yield {"load": time.perf_counter() - begun}
+        taken = time.perf_counter() - begun
+        yield {"load": taken, "extra": peak.megabytes()}
 
 
 def _torchft_source(pipe: Connection, mb: int, chunks: int) -> None:

@@ -39,6 +39,7 @@ class Bench:
     rows: tuple[Row, ...]
 
 
+CHUNKS_MB = 2 * (1 << 20) / 1e6  # two threads, blocks of 1 MiB
 DIRECT = ("limits.write.direct", "limits.write.direct2", "limits.write.huge", "limits.write.huge2")
 
 TRAIN_PARTIES = ("ours.train_all_cores", "ours.train_spare_core")
@@ -78,11 +79,29 @@ BENCHES = {
     ),
     "train": Bench("training while the agent persists", TRAIN_PARTIES, TRAIN_ROWS),
     "load": Bench(
-        "resume: verified load into live tensors",
-        ("peers.mmap_load", "ours.load", "peers.torch_load", "peers.dcp_load"),
+        "restore: verified load into live tensors",
+        ("peers.mmap_load", "ours.load", "ours.load_small", "peers.torch_load", "peers.dcp_load"),
         (
             Row("resume.load", "verified load into live tensors", "ours.load.load", ("peers.mmap_load.load",), "mmap load+copy, unverified", 1.4,
                 (Peer("torch.load", "peers.torch_load.load"), Peer("DCP load", "peers.dcp_load.load", 0.2))),
+            Row("resume.whole", "resume() with choice, log and plan of captures", "ours.load.resume", ("peers.mmap_load.load",),
+                "mmap load+copy, unverified", None, (Peer("DCP load", "peers.dcp_load.load"),)),
+            Row("resume.fixed", "resume() of 1 MB", "ours.load_small.resume", ("ours.load.resume",), "of the whole state", None),
+            Row("resume.extra", "peak memory besides the state, in MB", "ours.load.extra", CHUNKS_MB, "one block per thread", 1.0,
+                (
+                    Peer("mmap load+copy (mapped pages)", "peers.mmap_load.extra"), Peer("torch.load", "peers.torch_load.extra"),
+                    Peer("DCP load", "peers.dcp_load.extra"),
+                )),
+        ),
+    ),
+    "many": Bench(
+        "capture of 200 000 small tensors",
+        ("limits.many_copies", "ours_many.optimizer", "ours_many.buffers"),
+        (
+            Row("many.capture", "a capture, parameters and AdamW's state", "ours_many.optimizer.capture", ("limits.many_copies.copies",), "as many copy_", 2.0,
+                (Peer("_foreach_copy_", "limits.many_copies.foreach"),)),
+            Row("many.first", "the first, with the plan", "ours_many.optimizer.first", ("limits.many_copies.copies",), "as many copy_", None),
+            Row("many.buffers", "a capture, buffers (copied twice)", "ours_many.buffers.capture", ("limits.many_copies.copies",), "as many copy_", None),
         ),
     ),
     "heal": Bench(

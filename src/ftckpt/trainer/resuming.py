@@ -39,7 +39,7 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
         reasons: why this one; the first line says it all.
         passed_over: better candidates that could not be loaded, with part and reason.
         states: what happened to each registered state.
-        bytes, seconds: what loading took on this rank.
+        bytes, seconds: what resuming took on this rank; load_seconds: of that, opening the generation, checking and copying.
         warnings: what the user should know.
     """
 
@@ -52,6 +52,7 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
     states: RestoreReport | None = None
     bytes: int = 0
     seconds: float = 0.0
+    load_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
 
 
@@ -260,6 +261,7 @@ class Resumer:
             states=loaded.report,
             bytes=loaded.report.bytes,
             seconds=time.monotonic() - began,
+            load_seconds=loaded.seconds,
             warnings=loaded.warnings,
         )
 
