@@ -25,6 +25,10 @@ class NoAgent:
     tail = stray = arena = None
     pending: tuple[()] = ()
 
+    def warnings(self) -> tuple[()]:
+        """Nobody warns."""
+        return ()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
