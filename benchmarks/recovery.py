@@ -82,6 +82,7 @@ def _recover(mode: str, mb: int, folder: Path) -> Iterator[dict[str, float]]:
             survivor.until(event="step", committed=True, members=2)
             for _ in range(5):
                 survivor.until(event="step", committed=True, members=2)
+            time.sleep(STEP_S / 2)  # in the middle of a step, whose quorum has been formed
             killed = other.kill()
             other = _Replica(mode, "r1", address, mb, folder)  # whoever watches it starts it again at once
             healed = {line["event"]: line["at"] for line in other.until(event="applied")}
@@ -89,7 +90,7 @@ def _recover(mode: str, mb: int, folder: Path) -> Iterator[dict[str, float]]:
             while lines[-1]["at"] < healed["applied"]:  # a step that was voted on just before the kill
                 lines += survivor.until(event="step", committed=True, members=2)
             seen = next(x["at"] for x in lines if x["at"] > killed and (not x["committed"] or x["members"] < 2 or x is lines[-1]))
-            last = max(x["at"] for x in lines[:-1] if x["at"] < healed["applied"])  # the survivor's last step before it waited
+            waited = next(i for i, x in enumerate(lines) if x["at"] >= healed["fetched"])  # the survivor's step of the heal
             yield {
                 "whole": lines[-1]["at"] - killed,
                 "detect": seen - killed,
@@ -98,7 +99,7 @@ def _recover(mode: str, mb: int, folder: Path) -> Iterator[dict[str, float]]:
                 "transfer": healed["fetched"] - healed["fetching"],
                 "apply": healed["applied"] - healed["applying"],
                 "heal": healed["fetched"] - healed["fetching"] + healed["applied"] - healed["applying"],
-                "stall": lines[-1]["at"] - last - STEP_S,
+                "stall": lines[waited]["at"] - lines[waited - 1]["at"] - STEP_S,
                 "rejoin": lines[-1]["at"] - healed["applied"],
             }
     finally:
