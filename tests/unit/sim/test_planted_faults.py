@@ -21,7 +21,7 @@ from ftckpt.format.manifest import MANIFEST, Manifest, Receipt, decode, record
 from ftckpt.trainer.replicas import bounds
 
 Patch = pytest.MonkeyPatch
-SEEDS = 400
+SEEDS = 400  # at most; most are found within ten
 
 
 # ---------------------------------------------------------------- worlds in which a fault can show
@@ -223,6 +223,6 @@ def test_a_naive_rule_is_found(
 @pytest.mark.parametrize(("world", "kinds"), [c[1:] for c in CASES], ids=[c[0].__name__ for c in CASES])
 def test_the_real_rule_is_not_blamed_in_such_worlds(monkeypatch: Patch, world: Callable[[random.Random], Plan], kinds: set[str]) -> None:
     with planted(monkeypatch, None):
-        for seed in range(60):
+        for seed in range(25):
             found = schedule(seed, world(random.Random(seed))).judge.problems
             assert not found, f"seed {seed}: {found}"
