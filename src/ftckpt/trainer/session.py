@@ -9,6 +9,7 @@ from ftckpt.link.arena import Arena
 from ftckpt.link.client import AgentClient
 from ftckpt.trainer.capture import Capturer, Plan
 from ftckpt.trainer.group import Group
+from ftckpt.trainer.pinning import Pinned
 from ftckpt.trainer.states import StateRegistry
 
 _COPIES = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Rprop": 2, "Muon": 1, "Adafactor": 1}  # of the parameters, once there is state
@@ -27,6 +28,7 @@ class Session:
         self.local = self.full if group.world_size == 1 else Capturer(registry, Group())
         self._layouts: dict[tuple[int, int], int] = {}
         self._arena: Arena | None = None  # made last; the client's own, but after the agent was lost
+        self._pinned: Pinned | None = None
 
     def prepare(self, capturer: Capturer) -> Plan:
         """The plan for the states as they are now, with an arena that it fits in. Main thread.
@@ -39,6 +41,8 @@ class Session:
         need = page_up(max(plan.table.image_bytes, 1))
         if self.client.arena is None or self.client.arena.slot_bytes < need:
             self._grow(need)
+        if self._pinned is None and self._arena is not None and any(b.device.type == "cuda" for b in (*plan.live, *plan.frozen)):
+            self._pinned = Pinned(map(self._arena.slot, range(self._arena.slots)))
         self.layout(capturer, plan)
         return plan
 
@@ -74,6 +78,7 @@ class Session:
         """Drop cached views and the memory."""
         for capturer in {id(c): c for c in (self.full, self.local)}.values():
             capturer.release()
+        self._unpin()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -85,9 +90,15 @@ class Session:
         arena = Arena.create(self.settings.slots, page_up(need * (1 + self._copies_to_come()) + (need >> 4)))
         self.client.attach(arena)
         arena.prefault()
+        self._unpin()
         old, self._arena = self._arena, arena
         if old is not None:
             old.close()
+
+    def _unpin(self) -> None:
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned.close()
 
     def _copies_to_come(self) -> int:
         """Copies of the parameters that optimizers without state will soon hold, so that the arena need not grow after a step."""
