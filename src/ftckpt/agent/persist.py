@@ -14,7 +14,7 @@ import msgspec
 
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Job, Written
-from ftckpt.agent.priority import Niced
+from ftckpt.agent.priority import Niced, SessionShare
 from ftckpt.agent.reuse import Reuse
 from ftckpt.agent.slots import Slots
 from ftckpt.agent.small import SmallFiles
@@ -47,7 +47,8 @@ class Persist:
     ) -> None:
         self._store, self._desk, self._slots, self._done, self._queued = store, desk, slots, done, queued
         self._reuse = reuse
-        self.niced = Niced()
+        self.share = SessionShare()
+        self.niced = Niced(self.share)
 
     def __call__(self, item: tuple[Job, memoryview]) -> None:
         job, image = item

@@ -116,6 +116,10 @@ class Pipeline:
             self._keeper.ask(count, found, answer)
 
     # ------------------------------------------------------------ state
+    def settle(self) -> None:
+        """From the main thread, now and then: what the kernel refused to change at its time."""
+        self._persist.share.settle()
+
     @property
     def working(self) -> bool:
         """Whether anything that must be finished is not."""

@@ -22,11 +22,43 @@ def set_priority(tid: int, nice: int) -> None:
         _libc.syscall(_IOPRIO_SET, 1, tid, _BEST_EFFORT | min(7, 4 + nice // 5))
 
 
-class Niced:
-    """Runs work on a thread of a lower priority than the caller's; the threads that it starts inherit it."""
+class SessionShare:
+    """This process's share of the cores against other sessions, where the kernel gives each session (autogroup) an equal one.
+
+    There a thread's niceness counts within its own session only, and the trainer's is another. Only a session of this process's
+    own is touched: a shell's would slow down all that runs in it. Without privileges the kernel takes ten changes a second.
+    """
 
     def __init__(self) -> None:
+        self._own = os.getsid(0) == os.getpid()
+        self._lock = threading.Lock()
+        self._wanted = self._now = 0
+
+    def set(self, nice: int) -> None:
+        """Ask for a niceness."""
+        self._wanted = nice
+        self.settle()
+
+    def settle(self) -> None:
+        """Bring about what was asked for last, if the kernel refused it then; call now and then."""
+        with self._lock:
+            if self._own and self._wanted != self._now:
+                with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as f:
+                    f.write(str(self._wanted))
+                    f.flush()
+                    self._now = self._wanted
+
+
+class Niced:
+    """Runs work on a thread of a lower priority than the caller's; the threads that it starts inherit it.
+
+    Args:
+        share: lowered meanwhile, too.
+    """
+
+    def __init__(self, share: SessionShare | None = None) -> None:
         self._tid = 0
+        self._share = share
 
     def run(self, nice: int, work: Callable[[], None], meanwhile: Callable[[], None] | None = None) -> None:
         """Run ``work`` with ``nice`` on a fresh thread, wait for it, and raise what it raised.
@@ -47,12 +79,16 @@ class Niced:
                 self._tid = 0
 
         thread = threading.Thread(target=body, name=f"{threading.current_thread().name}-work", daemon=True)
+        if self._share is not None:
+            self._share.set(nice)
         thread.start()
         try:
             if meanwhile is not None:
                 meanwhile()
         finally:
             thread.join()
+            if self._share is not None:
+                self._share.set(0)
         if raised:
             raise raised[0]
 
@@ -61,3 +97,5 @@ class Niced:
         tid = self._tid
         if tid:
             set_priority(tid, 0)
+            if self._share is not None:
+                self._share.set(0)

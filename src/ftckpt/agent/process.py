@@ -99,6 +99,7 @@ class Agent:
     def _turn(self) -> None:
         for key, _ in self._selector.select(_TICK_S if not (self._session and self._session.draining) else 0.02):
             key.data()
+        self._pipeline.settle()
         for session, message in self._desk.take():
             self._forward(session, message)
         for stranger, since in list(self._strangers.items()):

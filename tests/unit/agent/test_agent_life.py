@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agent_harness import Rig, Trainer, ended, running, until
+from agent_harness import Rig, Trainer, ended, running, table_of, until
 
 from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded
 from ftckpt.link import launch
@@ -299,3 +299,19 @@ def test_forked_child_cannot_use_the_link(rig: Rig) -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 42
     assert trainer.save().wait(10.0) == "committed"
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel gives sessions no shares of their own")
+def test_agent_is_lowered_against_the_trainers_session_while_it_persists(rig: Rig) -> None:
+    own = Path("/proc/self/autogroup").read_text()
+    trainer = rig.trainer(nice=7)
+    told = Path(f"/proc/{trainer.client.agent_pid}/autogroup")
+    assert told.read_text().split()[-1] == "0"
+    trainer.table = table_of(30_000_000)
+    seen, handle = set[str](), trainer.attach(1).save()
+    while not handle.done:
+        seen.add(told.read_text().split()[-1])
+    assert handle.wait(10.0) == "committed"
+    assert "7" in seen
+    assert until(lambda: told.read_text().split()[-1] == "0", 5.0)
+    assert Path("/proc/self/autogroup").read_text() == own
