@@ -124,6 +124,24 @@ def test_what_has_no_record_is_adopted_only_while_its_base_is_recorded_and_prote
     assert run.there() == {newer.location}
 
 
+@pytest.mark.covers("I7", "I1")
+def test_what_could_be_appended_but_for_its_base_is_not() -> None:
+    run = Run()
+    first, base = run.save(), run.save()
+    ahead = walk(JOB, 4, after=run.at)  # of a writer that has not heard of step 3 yet
+    tensors = {"frozen": FROZEN, "w": np.zeros(4, np.float32)}
+    waiting = write_generation(run.store, run.log, JOB, 4, tensors, ahead, reuse=True, commit=False)
+    third = run.save(frozen=1.0)
+    assert choose(run.log, run.store, JOB).location == waiting.location
+    run.log.withdraw(base.index, expect_tail=third.index)
+    assert [choose(run.log, run.store, JOB, adopt=adopt).location for adopt in (False, True)] == [third.location] * 2
+    report = run.clean()  # what it refers to had its record until now
+    assert report.withdrawn == (first.index,)
+    assert run.there() == {first.location, waiting.location, third.location}
+    assert any("vouches for the files that it refers to was withdrawn" in left.why for left in report.plan.leftovers)
+    assert verify(run.store, JOB, waiting.location).sound
+
+
 @pytest.mark.covers("D13", "I7")
 def test_a_rebuilt_log_has_everything_that_is_whole() -> None:
     run = Run()
