@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from sim_threads import Event, Process, sched
+from sim_spaces import Event
+from sim_threads import Process, sched
 
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.lifetime import Standing, decide

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sim_threads import Condition, Process, sched
+from sim_spaces import Condition
+from sim_threads import Process, sched
 
 from ftckpt.commitlog.base import KeyValueLog
 from ftckpt.commitlog.keyvalue import Compare, Deadline, Delete, Effect, Equals, Get, Item, Operation, Outcome, Put, Range

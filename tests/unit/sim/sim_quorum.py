@@ -9,7 +9,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from sim_judge import ROOT, Batch
-from sim_threads import Condition, Process, sched
+from sim_spaces import Condition
+from sim_threads import Process, sched
 from sim_trainer import Board, Rank
 
 from ftckpt.domain.ledger import Entry

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from sim_agent import Agent, Arena
 from sim_judge import ROOT, Recorded
-from sim_threads import Condition, Event, Process, sched
+from sim_spaces import Condition, Event
+from sim_threads import Process, sched
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id, member_id

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import sim_threads
+import sim_spaces
 from sim_agent import Agent, Gone, Hello
 from sim_disk import Disk, DiskPort, Files
 from sim_faults import Plan, operate, plan
@@ -331,9 +331,9 @@ class World:
 def simulated() -> Iterator[None]:
     """While the block runs, the project's modules see virtual time and cooperative threads."""
     spaces = [
-        (threading, sim_threads.THREADING), (time, sim_threads.TIME), (queue, sim_threads.QUEUE), (uuid, sim_threads.UUID),
-        (traceback, sim_threads.TRACEBACK),
-        (concurrent.futures.Future, sim_threads.Future),
+        (threading, sim_spaces.THREADING), (time, sim_spaces.TIME), (queue, sim_spaces.QUEUE), (uuid, sim_spaces.UUID),
+        (traceback, sim_spaces.TRACEBACK),
+        (concurrent.futures.Future, sim_spaces.Future),
     ]  # fmt: skip
     undo: list[Callable[[], None]] = []
 
@@ -377,7 +377,7 @@ def main() -> None:
     """Show schedules again, each port call that changes something, and what was found."""
     for seed in map(int, sys.argv[1:]):
         with simulated():
-            world = schedule(seed, trace=lambda text: print(f"{sim_threads.sched().now:8.2f}  {text}"))
+            world = schedule(seed, trace=lambda text: print(f"{sched().now:8.2f}  {text}"))
         print(f"seed {seed}, {world.plan.described}, {world.scheduler.calls} port calls")
         for problem in world.judge.problems:
             print(f"{problem.kind}: {problem.text}")
