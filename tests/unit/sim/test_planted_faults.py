@@ -21,6 +21,7 @@ from ftckpt.format.manifest import MANIFEST, Manifest, Receipt, decode, record
 from ftckpt.trainer.replicas import bounds
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.timeout(600)
 SEEDS = 400  # at most; most are found within ten
 
 

@@ -16,6 +16,7 @@ from sim_faults import FORKS, KINDS
 from sim_world import World, schedule, simulated
 
 SCHEDULES, CHUNKS = 10_000, 20
+pytestmark = pytest.mark.timeout(600)  # seconds of work each; a loaded machine takes longer
 HERE = Path(__file__).parent
 
 
