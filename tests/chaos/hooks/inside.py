@@ -32,29 +32,32 @@ _dice = random.Random()
 
 # ---------------------------------------------------------------- death at a point
 def reached(point: str) -> None:
-    """Die here, if that is ordered."""
-    path = _folder / "order.json"
-    try:
-        order = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return
-    if order["point"] != point:
-        return
-    taken = _folder / f"taken-{order['number']}"
-    try:
-        os.rename(path, taken)  # one process takes it
-    except OSError:
-        return
-    if order["after"] > 0:
-        threading.Timer(order["after"], _die, (taken, order["victim"])).start()
-    else:
-        _die(taken, order["victim"])
+    """Die here, if that is ordered: of this unit, or of whichever comes to the point first."""
+    for folder in (_folder, _folder.parent):
+        path = folder / "order.json"
+        try:
+            order = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if order["point"] != point:
+            continue
+        taken = folder / f"taken-{order['number']}"
+        try:
+            os.rename(path, taken)  # one process takes it
+        except OSError:
+            continue
+        if order["after"] > 0:
+            threading.Timer(order["after"], _die, (taken, order["victim"])).start()
+        else:
+            _die(taken, order["victim"])
 
 
 def _die(taken: Path, victim: str) -> None:
     own = os.getpid()
     pids = [own] if victim == "self" else [p for p in _unit() if p != own and (victim == "machine" or not _is_agent(p))] + [own]
-    taken.with_suffix(".pids").write_text(" ".join(map(str, pids)))
+    told = taken.with_suffix(".new")
+    told.write_text(json.dumps({"unit": _folder.name, "pids": pids}))
+    told.rename(taken.with_suffix(".victims"))
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             if pid == own and number == signal.SIGSTOP:

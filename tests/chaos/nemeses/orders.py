@@ -13,6 +13,7 @@ from chaos.workloads.jobs import Job, Unit
 
 JUMPS = (-86_400.0, -3_600.0, -20.0, 20.0, 3_600.0, 86_400.0, 30 * 86_400.0)
 COMES_AT_START = ("heal-received", "heal-applied", "tail-seen")
+OF_ONE_UNIT = (*COMES_AT_START, "vote")
 
 
 def hooks(job: Job, unit: Unit) -> Path:
@@ -23,19 +24,21 @@ def hooks(job: Job, unit: Unit) -> Path:
 def at_point(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, None]:
     """Order a death at a point, and see whether it was obeyed. Asked again until it was.
 
+    Only one replica writes at a time: who comes to a point of a save first obeys. Elsewhere it is the chosen unit.
+
     Raises:
         Nothing: nobody has come to that point yet.
     """
     point = planned.kind.removeprefix("kill-at-")
     rng = random.Random(planned.dice)
-    order = hooks(job, unit) / "order.json"
-    taken = hooks(job, unit) / f"taken-{planned.dice}"
-    units = [unit]
-    if taken.exists():
-        pids = [int(x) for x in taken.with_suffix(".pids").read_text().split()] if taken.with_suffix(".pids").exists() else []
-        victim = json.loads(taken.read_bytes())["victim"]
-        return did(planned, units, pids, machine=victim != "trainers", text=victim), None
-    if not order.exists():
+    folder = hooks(job, unit) if point in OF_ONE_UNIT else hooks(job, unit).parent
+    order, victims = folder / "order.json", folder / f"taken-{planned.dice}.victims"
+    if victims.exists():
+        hit = json.loads(victims.read_bytes())
+        victim = json.loads(victims.with_suffix("").read_bytes())["victim"]
+        units = [u for u in job.units if u.name == hit["unit"]]
+        return did(planned, units, hit["pids"], machine=victim != "trainers", text=victim), None
+    if not order.exists() and not victims.with_suffix("").exists():
         victim = rng.choice(("self", "machine", "trainers"))
         after = rng.choice((0.0, 0.0005, 0.002, 0.008)) if point == "commit-sent" else 0.0
         fresh = order.with_suffix(".new")
@@ -44,14 +47,14 @@ def at_point(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, None]:
         if point in COMES_AT_START:
             pids = unit.kill(agents=planned.dice % 2 == 0)
             text = f"so that it comes to {point}"
-            job.happened.append(did(planned, units, pids or [0], machine=planned.dice % 2 == 0, text=text).renamed("kill-before-point"))
-    raise Nothing(f"{unit.name} has not come to {point}")
+            job.happened.append(did(planned, [unit], pids or [0], machine=planned.dice % 2 == 0, text=text).renamed("kill-before-point"))
+    raise Nothing(f"{unit.name if point in OF_ONE_UNIT else 'no unit'} has not come to {point}")
 
 
 def disarm(job: Job) -> None:
     """Take orders back that nobody has obeyed."""
-    for unit in job.units:
-        (hooks(job, unit) / "order.json").unlink(missing_ok=True)
+    for folder in {hooks(job, unit) for unit in job.units} | {job.plan.folder / "hooks"}:
+        (folder / "order.json").unlink(missing_ok=True)
 
 
 def disk(job: Job, planned: Planned) -> tuple[Happened, Undo]:

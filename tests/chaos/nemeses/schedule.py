@@ -84,7 +84,7 @@ KINDS: dict[str, Kind] = {
             name="restore-etcd", needs=("etcd",), hold=(6, 12), weight=0.3, willing=60
         ),  # from a backup: the log regresses, and is rebuilt
         *(Kind(name=f"kill-at-{point}", weight=0.4, willing=60) for point in POINTS),
-        *(Kind(name=f"kill-at-{point}", needs=("peers",), weight=0.4, willing=60) for point in PEER_POINTS),
+        *(Kind(name=f"kill-at-{point}", needs=("peers",), weight=0.4, willing=150) for point in PEER_POINTS),
     )
 }
 
