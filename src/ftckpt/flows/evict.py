@@ -12,7 +12,7 @@ import msgspec
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
 from ftckpt.errors import Damaged, FtckptError, NotFound
-from ftckpt.flows.leftovers import referrers
+from ftckpt.flows.referrers import referrers
 from ftckpt.flows.select import view
 from ftckpt.flows.verify import verify
 from ftckpt.format.manifest import INTENT, MANIFEST, RECEIPTS, decode, encode

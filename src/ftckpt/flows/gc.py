@@ -17,7 +17,8 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
 from ftckpt.errors import ConfigError, FtckptError, LogAmbiguous, LogError, NotFound, TailMoved
 from ftckpt.flows.gc_plan import GcPlan, Sound, make_plan
-from ftckpt.flows.leftovers import DOOMED, Mark, referrers
+from ftckpt.flows.leftovers import DOOMED, Mark
+from ftckpt.flows.referrers import referrers
 from ftckpt.format.manifest import encode
 from ftckpt.ports import BlobStore, CommitLog
 

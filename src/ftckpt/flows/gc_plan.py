@@ -16,7 +16,8 @@ from ftckpt.domain.lineage import LogView
 from ftckpt.domain.names import generation_dir
 from ftckpt.domain.retention import RetentionPlan, Verdict, plan
 from ftckpt.errors import Damaged, FtckptError, LogRegressed, LogUnreachable, TailMoved
-from ftckpt.flows.leftovers import Leftover, being_read, leftovers, mark_in, names_in, referrers, unrecorded
+from ftckpt.flows.leftovers import Leftover, leftovers, mark_in, names_in, unrecorded
+from ftckpt.flows.referrers import being_read, referrers
 from ftckpt.flows.select import view
 from ftckpt.flows.verify import verify
 from ftckpt.format.manifest import MANIFEST, Manifest, decode

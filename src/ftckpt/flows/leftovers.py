@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from ftckpt.domain.ledger import Append, Entry, Strayed, Superseded, Unprovable, judge
+from ftckpt.domain.ledger import Append, Strayed, Superseded, Unprovable, judge
 from ftckpt.domain.lineage import Found, LogView, vouched
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
 from ftckpt.errors import ConfigError, Damaged, FtckptError, NotFound
@@ -57,36 +57,6 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
 def names_in(store: BlobStore, job: str) -> tuple[str, ...]:
     """Names in the generations' directory. Read them before the log."""
     return tuple(store.listdir(generations_dir(job)))
-
-
-def referrers(entries: Iterable[Entry]) -> dict[str, str]:
-    """By directory: which of these generations refer to its files."""
-    by: dict[str, list[int]] = {}
-    for e in entries:
-        for location in e.refers:
-            by.setdefault(location, []).append(e.index)
-    return {location: _names(indices) for location, indices in by.items()}
-
-
-def _names(indices: Sequence[int]) -> str:
-    more = f" and {len(indices) - 1} more refer" if len(indices) > 1 else " refers"
-    return f"#{indices[-1]}{more} to its files"
-
-
-def being_read(log: CommitLog, store: BlobStore, job: str, noted: Mapping[int, str]) -> dict[str, str]:
-    """By directory: which withdrawn generations refer to its files and are still being read."""
-    found: dict[str, str] = {}
-    for index, location in noted.items():
-        if log.readers(index):
-            path = f"{generation_dir(job, location)}/{MANIFEST}"
-            try:
-                found |= {
-                    r.location: f"#{index} refers to its files, and is still being read"
-                    for r in decode(store.get(path), Manifest, path).refers
-                }
-            except FtckptError:
-                continue
-    return found
 
 
 def leftovers(

@@ -10,7 +10,7 @@ from ftckpt.domain.ledger import Append, judge
 from ftckpt.domain.lineage import Found, LogView, adoptable
 from ftckpt.domain.sources import Situation, doubt
 from ftckpt.errors import LogUnreachable
-from ftckpt.flows.leftovers import referrers
+from ftckpt.flows.referrers import referrers
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
 from ftckpt.ports import BlobStore, CommitLog
