@@ -119,11 +119,12 @@ def test_acknowledged_after_the_first_tier_it_is_committed_at_once_and_placed_la
 
 
 @pytest.mark.covers("I6")
-def test_an_agent_whose_trainer_has_gone_stays_until_all_is_copied_and_committed(tiers: Tiers) -> None:
-    trainer = tiers.trainer(linger_s=0.1)
+@pytest.mark.parametrize("acknowledge", ["durable", "first"])
+def test_an_agent_whose_trainer_has_gone_stays_until_all_is_copied_and_committed(tiers: Tiers, acknowledge: str) -> None:
+    trainer = tiers.trainer(linger_s=0.1, acknowledge=acknowledge)
     trainer.save().wait(20.0)
     tiers.away()
-    trainer.save().wait(20.0, "persisted")
+    trainer.save().wait(20.0, "committed" if acknowledge == "first" else "persisted")
     pid = trainer.client.agent_pid
     trainer.client.close(0.0)
     assert not ended(pid, 1.0)
