@@ -25,6 +25,7 @@ SLOW = [
     UNIT / "model" / "test_group_model.py",
     UNIT / "trainer_state" / "test_sharded.py",
     UNIT / "trainer_state" / "test_costs.py",
+    UNIT / "trainer_state" / "test_real_path.py",
 ]
 
 # Machines differ and are shared; a test's time is bounded by pytest-timeout, not by hypothesis.
