@@ -144,6 +144,12 @@ def decide(slots: Sequence[Slot], *, own: int, expected: int, torn: bool = False
     return Decision(True)
 
 
+def replaced(slots: Sequence[Slot], own: int) -> bool:
+    """Whether a member before this one has the same replica name: a zombie beside its replacement. Nobody votes yes while both are there, so the
+    later one must end if that lasts."""
+    return any(s.member == slots[own].member for s in slots[:own] if s.role is not Role.ABSENT)
+
+
 class Quorum(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica knows of itself once a quorum was formed and, if it had to, it healed.
 

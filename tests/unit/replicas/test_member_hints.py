@@ -65,6 +65,24 @@ def test_a_step_from_zero_waits_while_another_replica_is_seen_ahead_and_the_log_
     assert bench.step(0)[0]
 
 
+@pytest.mark.covers("F67", "I11")
+def test_a_zombie_beside_its_replacement_does_not_hold_the_job_up_for_ever_one_of_the_two_ends() -> None:
+    first, later = Bench(step=3), Bench(step=3)
+    acts: dict[int, list[Act]] = {0: [], 1: []}
+    for _ in range(Limits().attempts + 1):
+        slots = []
+        for bench in (first, later):
+            bench.member.begin()
+            bench.member.take_stance(healing=False, max_step=3, world_size=2)
+            slots.append(bench.slot())
+        for own, bench in enumerate((first, later)):
+            reason, agreed = bench.member.judge(slots, own=own, expected=2, step=3)
+            assert "same replica name" in reason
+            acts[own].append(agreed.act)
+    assert set(acts[0]) == {Act.KEEP}
+    assert acts[1] == [Act.KEEP] * Limits().attempts + [Act.EXIT]
+
+
 @pytest.mark.covers("F59")
 def test_a_voted_replica_that_is_overtaken_twice_from_outside_ends_if_the_writer_lives() -> None:
     bench = Bench(step=4)

@@ -209,7 +209,8 @@ class Member:
             self.now.why.append(reason)
         tail, readable = self.tail()
         why = reason + self._callbacks.rivals(tail) if act is Act.EXIT and tail is not None else reason
-        return reason, self.bounds.agreed(act, why, own=not stance.go or act is not Act.KEEP, tail=tail, readable=readable)
+        fruitless = not stance.go or act is not Act.KEEP or (slots is not None and vote.replaced(slots, own))
+        return reason, self.bounds.agreed(act, why, own=fruitless, tail=tail, readable=readable)
 
     def announce(self, mine: Slot) -> None:
         """The vote is about to be held with this slot of ours."""
