@@ -105,12 +105,12 @@ def _late_agent(planned: Planned, unit: Unit) -> tuple[Happened, Undo]:
 def _zombie(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, Undo]:
     there = unit.processes()
     stopped = send(there, signal.SIGSTOP)
-    happened = did(planned, [unit], stopped, machine=True)
+    happened, mark = did(planned, [unit], stopped, machine=True), unit.mark
     job.replace(unit)
 
     def undo() -> None:
         _go_on(there)
-        job.bury(there, after=8.0 + planned.dice % 8)
+        job.bury(mark, after=8.0 + planned.dice % 8)
 
     return happened, undo
 

@@ -90,6 +90,19 @@ def send(processes: Iterable[psutil.Process], number: int) -> list[int]:
     return reached
 
 
+def end_all(mark: str, *, agents: bool = True) -> list[int]:
+    """SIGKILL all that carries a mark, with its agents as if the machine had died; stopped first, so that nobody starts another meanwhile."""
+    hit: list[int] = []
+    for _ in range(20):
+        there = [p for p in marked(mark) if agents or not is_agent(p)]
+        if not there:
+            break
+        send(there, signal.SIGSTOP)
+        hit += send(there, signal.SIGKILL)
+        time.sleep(0.02)
+    return sorted(set(hit))
+
+
 def is_trainer(p: psutil.Process) -> bool:
     """Whether a process is a trainer itself (not its launcher, not a loader's worker)."""
     try:
@@ -129,17 +142,10 @@ class Unit:
         return sorted((p for p in self.processes() if is_agent(p)), key=lambda p: p.pid)
 
     def kill(self, *, agents: bool) -> list[int]:
-        """SIGKILL all of it, with its agents as if the machine had died; stopped first, so that nobody starts another meanwhile."""
-        hit: list[int] = []
-        for _ in range(20):
-            there = [p for p in self.processes() if agents or not is_agent(p)]
-            if not there:
-                break
-            send(there, signal.SIGSTOP)
-            hit += send(there, signal.SIGKILL)
-            self.child.poll()
-            time.sleep(0.02)
-        return sorted(set(hit))
+        """SIGKILL all of it; its agents too, as if the machine had died, or not."""
+        hit = end_all(self.mark, agents=agents)
+        self.child.poll()
+        return hit
 
 
 class Job:
@@ -167,7 +173,7 @@ class Job:
         self._offsets: dict[Path, int] = {}
         self._last: dict[tuple[int, int], Line] = {}
         self.owner: Job | None = None  # of a neighbour: whose log and root it uses
-        self._zombies: list[tuple[float, list[psutil.Process]]] = []
+        self._zombies: list[tuple[float, str]] = []
         self._machines = 0
 
     # ------------------------------------------------------------------ life
@@ -230,7 +236,7 @@ class Job:
         """Start again what has ended though it should not have, as a scheduler would; torchrun's own orphans are ended first, as in a container."""
         for grave in [z for z in self._zombies if now >= z[0]]:
             self._zombies.remove(grave)
-            send(grave[1], signal.SIGKILL)
+            end_all(grave[1])
         if not self.supervised:
             return
         for unit in self.units:
@@ -267,9 +273,9 @@ class Job:
         unit.child = Child(unit.name, self._argv(replica), unit.child.log, env)
         unit.start()
 
-    def bury(self, processes: list[psutil.Process], after: float) -> None:
-        """SIGKILL processes some seconds from now."""
-        self._zombies.append((time.time() + after, processes))
+    def bury(self, mark: str, after: float) -> None:
+        """SIGKILL all that carries a mark some seconds from now."""
+        self._zombies.append((time.time() + after, mark))
 
     def close(self) -> None:
         """End whatever is left of this job, by its marks."""
@@ -280,8 +286,8 @@ class Job:
             if member.pid:
                 member.resume()
             member.stop()
-        for _, processes in self._zombies:
-            send(processes, signal.SIGKILL)
+        for _, mark in self._zombies:
+            end_all(mark)
         for unit in self.units:
             unit.kill(agents=True)
         for mark in ("lighthouse", "lighthouse2"):
