@@ -175,6 +175,7 @@ class Job:
         self.owner: Job | None = None  # of a neighbour: whose log and root it uses
         self._zombies: list[tuple[float, str]] = []
         self._machines = 0
+        self._old: list[str] = []  # marks of machines that were replaced
 
     # ------------------------------------------------------------------ life
     def start(self) -> None:
@@ -267,6 +268,7 @@ class Job:
         """Start a unit on another machine, though the old one's processes are still there (stopped): as an impatient scheduler would."""
         self._machines += 1
         replica = self.units.index(unit)
+        self._old.append(unit.mark)
         unit.mark = str(self.plan.folder / f"{unit.name}-{self._machines}")
         unit.old.append(unit.child)
         env = {**self._env(replica, unit.mark), "FTCKPT_RUNTIME_DIR": str(self.plan.folder / "run" / f"{unit.name}-{self._machines}")}
@@ -286,7 +288,7 @@ class Job:
             if member.pid:
                 member.resume()
             member.stop()
-        for _, mark in self._zombies:
+        for mark in self._old:
             end_all(mark)
         for unit in self.units:
             unit.kill(agents=True)
