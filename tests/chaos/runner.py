@@ -16,7 +16,8 @@ from chaos.nemeses.acts import act
 from chaos.nemeses.done import Nothing, Undo
 from chaos.nemeses.orders import disarm
 from chaos.nemeses.schedule import KINDS, Planned
-from chaos.workloads.jobs import Job, Plan, is_trainer
+from chaos.workloads.jobs import Job, Plan
+from chaos.workloads.units import is_trainer
 from ftckpt.data.audit import read_audit
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import genesis

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos.workloads.jobs import HOOKS, MARK
+from chaos.workloads.jobs import HOOKS
 from chaos.workloads.network import Network, have_network
+from chaos.workloads.units import MARK
 
 pytestmark = pytest.mark.smoke
 

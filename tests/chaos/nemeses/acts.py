@@ -20,7 +20,8 @@ from chaos.nemeses.etcds import ETCD_KINDS, etcd
 from chaos.nemeses.links import link
 from chaos.nemeses.orders import at_point, clock, disk
 from chaos.nemeses.schedule import Planned
-from chaos.workloads.jobs import Job, Unit, marked, send
+from chaos.workloads.jobs import Job
+from chaos.workloads.units import Unit, marked, send
 from ftckpt.domain.ledger import Entry
 
 EXT4_SHUTDOWN, NO_FLUSH = 0x8004587D, 2  # ioctl(2): from now on every call fails, and the journal is not written out

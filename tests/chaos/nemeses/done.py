@@ -8,7 +8,7 @@ from typing import Any
 
 from chaos.evidence import Happened
 from chaos.nemeses.schedule import Planned
-from chaos.workloads.jobs import Unit
+from chaos.workloads.units import Unit
 
 Undo = Callable[[], None]
 

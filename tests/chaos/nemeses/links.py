@@ -5,8 +5,9 @@ from __future__ import annotations
 from chaos.evidence import Happened
 from chaos.nemeses.done import Nothing, Undo, did
 from chaos.nemeses.schedule import Planned
-from chaos.workloads.jobs import Job, Unit
+from chaos.workloads.jobs import Job
 from chaos.workloads.network import ETCD, HUB
+from chaos.workloads.units import Unit
 
 LOSS = (0.01, 0.05, 0.2)
 KBIT = (20_000, 2_000, 500)

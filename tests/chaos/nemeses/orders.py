@@ -9,7 +9,8 @@ from pathlib import Path
 from chaos.evidence import Happened
 from chaos.nemeses.done import Nothing, Undo, did
 from chaos.nemeses.schedule import Planned
-from chaos.workloads.jobs import Job, Unit
+from chaos.workloads.jobs import Job
+from chaos.workloads.units import Unit
 
 JUMPS = (-86_400.0, -3_600.0, -20.0, 20.0, 3_600.0, 86_400.0, 30 * 86_400.0)
 COMES_AT_START = ("heal-received", "heal-applied", "tail-seen")

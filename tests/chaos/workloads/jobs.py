@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -16,14 +16,13 @@ import psutil
 
 from chaos.evidence import Happened, Line
 from chaos.workloads.network import ETCD, HUB, Network
-from ftckpt.testing.cluster import Child, free_port, is_agent, lighthouse, torchrun, wait_port
+from chaos.workloads.units import MARK, TRAINER, Unit, end_all, marked, send
+from ftckpt.testing.cluster import Child, free_port, lighthouse, torchrun, wait_port
 from ftckpt.testing.etcd_server import EtcdCluster, EtcdServer
 from ftckpt.testing.tcp_proxy import TcpProxy
 
-TRAINER = Path(__file__).with_name("trainer.py")
 HOOKS = Path(__file__).parents[1] / "hooks"
 ETCD_OPTIONS = ("--enable-v2", "--quota-backend-bytes=33554432")
-MARK = "FTCKPT_CHAOS_UNIT"  # in the environment of every process that belongs to a unit
 PEERS = ("torchft", "fsdp")
 SHAPES = {"solo": (1, 1), "elastic": (1, 2), "torchft": (3, 1), "fsdp": (2, 2)}
 WORKLOADS = tuple(SHAPES)
@@ -63,89 +62,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def ranks(self) -> int:
         """Ranks per replica group."""
         return SHAPES[self.workload][1]
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """All living processes that carry a mark, whoever their parent is now."""
-    found = []
-    want = f"{MARK}={mark}".encode()
-    for p in psutil.process_iter():
-        try:
-            if want in Path(f"/proc/{p.pid}/environ").read_bytes().split(b"\0") and p.status() != psutil.STATUS_ZOMBIE:
-                found.append(p)
-        except (OSError, psutil.Error):
-            continue
-    return found
-
-
-def send(processes: Iterable[psutil.Process], number: int) -> list[int]:
-    """Send a signal; the pids that it reached."""
-    reached = []
-    for p in processes:
-        try:
-            p.send_signal(number)
-            reached.append(p.pid)
-        except psutil.Error:
-            continue
-    return reached
-
-
-def end_all(mark: str, *, agents: bool = True) -> list[int]:
-    """SIGKILL all that carries a mark, with its agents as if the machine had died; stopped first, so that nobody starts another meanwhile."""
-    hit: list[int] = []
-    for _ in range(20):
-        there = [p for p in marked(mark) if agents or not is_agent(p)]
-        if not there:
-            break
-        send(there, signal.SIGSTOP)
-        hit += send(there, signal.SIGKILL)
-        time.sleep(0.02)
-    return sorted(set(hit))
-
-
-def is_trainer(p: psutil.Process) -> bool:
-    """Whether a process is a trainer itself (not its launcher, not a loader's worker)."""
-    try:
-        line = p.cmdline()
-        if str(TRAINER) not in line or "torch.distributed.run" in line:
-            return False
-        parent = p.parent()
-        return parent is None or str(TRAINER) not in parent.cmdline() or "torch.distributed.run" in parent.cmdline()
-    except psutil.Error:
-        return False
-
-
-class Unit:
-    """One replica group: its launcher and everything that comes from it."""
-
-    def __init__(self, name: str, mark: str, child: Child) -> None:
-        self.name, self.mark, self.child = name, mark, child
-        self.down_since = self.started = 0.0
-        self.starts = 0
-        self.old: list[Child] = []  # of machines that were replaced
-
-    def start(self) -> None:
-        """Start it (again)."""
-        self.child.start()
-        self.starts, self.down_since, self.started = self.starts + 1, 0.0, time.time()
-
-    def processes(self) -> list[psutil.Process]:
-        """All its living processes, agents and orphans too."""
-        return marked(self.mark)
-
-    def trainers(self) -> list[psutil.Process]:
-        """Its trainers, by age."""
-        return sorted((p for p in self.processes() if is_trainer(p)), key=lambda p: p.pid)
-
-    def agents(self) -> list[psutil.Process]:
-        """Its agents."""
-        return sorted((p for p in self.processes() if is_agent(p)), key=lambda p: p.pid)
-
-    def kill(self, *, agents: bool) -> list[int]:
-        """SIGKILL all of it; its agents too, as if the machine had died, or not."""
-        hit = end_all(self.mark, agents=agents)
-        self.child.poll()
-        return hit
 
 
 class Job:
