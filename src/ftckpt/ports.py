@@ -205,7 +205,6 @@ class CommitLog(Protocol):
     def replicas(self, *, after: str = "", limit: int | None = None, timeout: float | None = None) -> list[ReplicaInfo]:
         """The lines that are being renewed, by name; those after a name, and at most so many, where asked."""
 
-
     def emit(self, event: Event, *, timeout: float | None = None) -> None:
         """Add to the bounded event history."""
 
