@@ -160,7 +160,11 @@ class Registry:
             agents=tuple(agents.split()) if agents else ((url,) if url else ()),
             group_world_size=config.group_world_size,
             time=time.time(),
-            detail={**{k: v for k, v in live.detail.items() if k != "agents"}, **self.more(), **_stands(self._desk.tail, live.trajectory, config.replica)},
+            detail={
+                **{k: v for k, v in live.detail.items() if k != "agents"},
+                **self.more(),
+                **_stands(self._desk.tail, live.trajectory, config.replica),
+            },
         )
         self._log.announce(info, ttl=config.registry_ttl_s, timeout=config.log_timeout_s)
         self._announced = time.monotonic()
