@@ -96,7 +96,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         source: "durable" (complete on disk, its record is still to be appended), "generation" (in the log), "new" (there is
-            nothing earlier) or "fresh" (told to begin at zero).
+            nothing earlier), "fresh" (told to begin at zero) or "peers" (nothing can be loaded, and others have a state to take).
         step: the step that training continues from.
         tail: the newest entry when this was decided.
         opens: whether an ``open`` entry must be appended before training (the source is not what the tail says).
@@ -104,7 +104,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         rejected: better candidates that could not be taken.
     """
 
-    source: Literal["durable", "generation", "new", "fresh"]
+    source: Literal["durable", "generation", "new", "fresh", "peers"]
     step: int
     entry: Entry | None = None
     location: str = ""

@@ -24,7 +24,7 @@ from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.restore import RestoreReport
 
-FIRST_S = 60.0  # how long a replica waits for the first generation that others are making; less than ranks wait for each other
+FIRST_S = 20.0  # how long a replica waits for the first generation that others are making; less than ranks wait for each other
 POLL_S = 0.2
 
 
@@ -32,7 +32,7 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where the state comes from, and why.
 
     Args:
-        source: "generation", "durable", "new" or "fresh".
+        source: "generation", "durable", "new" or "fresh"; "peers": nothing was loaded, and nothing counts before a peer's state was taken.
         step: committed step that training goes on from.
         generation: index in the log; None for a start from zero.
         location: directory name of the generation.
@@ -73,6 +73,7 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
 
 logger = logging.getLogger("ftckpt")
 
+_PEERS_ONLY = "other replicas are at work and no generation was completed yet: the state comes from one of them, or from nowhere"
 _MENDED_BY_ANOTHER = ("Damaged", "StoreError", "NotFound")  # another generation may still be loaded
 
 
@@ -192,8 +193,12 @@ class Resumer:
                 try:
                     return _Word(choice=choose(self._log, self._store, self._job, request, findings=dict(faults), adopt=adopt))
                 except NothingLoadable:
-                    if not isinstance(request, Newest) or time.monotonic() > end or not self._first_is_coming():
+                    if not isinstance(request, Newest) or not self._first_is_coming():
                         raise
+                    if time.monotonic() > end:
+                        if self._fence:
+                            raise
+                        return _Word(choice=Choice(source="peers", step=0, reasons=(_PEERS_ONLY,)))
                 time.sleep(POLL_S)
 
         word = self._agree("choice", make)
@@ -266,6 +271,9 @@ class Resumer:
         )
 
     def _begin(self, choice: Choice, opening: str, began: float) -> ResumeReport:
+        if choice.source == "peers":
+            self._replica.stand_by()
+            return ResumeReport(source=choice.source, step=0, reasons=choice.reasons, seconds=time.monotonic() - began)
         trajectory = genesis(self._job) if choice.opens else self._loader.trajectory(None, choice.tail)
         if choice.opens or self._fence:
             trajectory = self._open(trajectory, -1, choice.tail, opening, fresh=choice.source == "fresh")

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from data_world import DataJob  # type: ignore[import-not-found]
 
+from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.data.audit import read_audit
 from ftckpt.data.sampler import ElasticSampler
+from ftckpt.stores.local import LocalStore
+from ftckpt.testing.generations import write_generation
 from ftckpt.wiring import open_log
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -161,6 +165,24 @@ def test_the_shared_order_is_shared_out_to_the_ranks_of_sharded_groups(job: Call
     status, report = run.audit("--samples", 320)
     (one,) = report["reports"].values()
     assert (status, [(e["epoch"], e["missing"], e["repeated"]) for e in one["epochs"]]) == (0, [(0, [], []), (1, [], [])])
+
+
+@pytest.mark.covers("F7", "I8", "I12")
+def test_a_host_lost_with_the_first_generation_comes_back_through_its_peer(job: Callable[..., DataJob]) -> None:
+    """Nothing was ever committed, and both must be there for a step: the survivor waits, and has the only state there is."""
+    run = job("--loader", "elastic", "--samples", 400, "--slow", 0.05, "--every", 1000, min_replicas=2, max_replicas=2)
+    run.start(0, 1)
+    run.until("steps", lambda: run.top >= 6 and run.taking_part() == 2)
+    run.kill_group(1)
+    write_generation(LocalStore(run.root), MemoryLog("data"), "data", 5, {"model/w": np.zeros(3, dtype=np.float32)}, manifest=False)
+    before = run.top
+    run.start(1)
+    run.until("steps of both", lambda: run.top >= before + 6 and run.taking_part() == 2, repair=False)
+    assert min(line["step"] for line in run.lines(1)[-5:]) >= before
+    run.finish(steps=3)
+    status, report = run.audit("--samples", 400)
+    (one,) = report["reports"].values()
+    assert (status, [e["repeated"] for e in one["epochs"]]) == (0, [[]])
 
 
 @pytest.mark.covers("F49", "I12")

@@ -17,6 +17,7 @@ from ftckpt.errors import Damaged, NothingLoadable
 from ftckpt.ports import ReplicaInfo
 from ftckpt.stores.local import LocalStore
 from ftckpt.testing.generations import append, walk, write_generation
+from ftckpt.trainer import resuming
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loading import LoadOptions
 from ftckpt.trainer.restore import RestoreReport
@@ -47,7 +48,7 @@ class Loads:
         if location == self.damaged:
             raise Damaged(f"{location} is rotten")
         manifest = SimpleNamespace(trajectory=walk("job", entry.step), counts={}, samples=0, batches_committed=0)
-        return SimpleNamespace(manifest=manifest, report=RestoreReport(), warnings=())
+        return SimpleNamespace(manifest=manifest, report=RestoreReport(), seconds=0.0, warnings=())
 
     def trajectory(self, manifest: Any, tail: Any) -> Any:
         return manifest.trajectory
@@ -111,3 +112,20 @@ def test_a_lost_generation_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(NothingLoadable):
         resumer(store, log).look(Newest())
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.covers("F7", "I8")
+def test_a_replica_whose_first_generation_is_lost_takes_the_state_of_a_peer_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "FIRST_S", 0.3)
+    store, log = LocalStore(tmp_path), MemoryLog("job", MemoryStore())
+    log.announce(replica_line("early"), ttl=60.0)
+    write_generation(store, log, "job", 5, STATE, manifest=False)
+    stood_by: list[bool] = []
+    replica: Any = SimpleNamespace(replica="late", stand_by=lambda: stood_by.append(True))
+    report = Resumer(store, log, "job", Group().open(), replica, replica, fence=False).resume(Newest(), LoadOptions())
+    assert (report.source, report.step, report.generation, stood_by) == ("peers", 0, None, [True])
+    assert log.tail() is None  # nothing was opened: whoever has the state goes on
+    with pytest.raises(NothingLoadable, match="only incomplete"):  # without torchft there is nobody to heal from
+        Resumer(store, log, "job", Group().open(), replica, replica, fence=True).resume(Newest(), LoadOptions())

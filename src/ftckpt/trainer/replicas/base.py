@@ -153,6 +153,9 @@ class Replica(Protocol):
             samples: samples in them, over the ranks of the group.
         """
 
+    def stand_by(self) -> None:
+        """There is no state yet: as if it had been given up, this replica is blank until it heals. Before the first step."""
+
     def outcome(self) -> Outcome:
         """What became of the step since the last call.
 

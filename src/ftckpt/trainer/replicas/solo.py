@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
 from ftckpt.domain.vote import Role, Slot
+from ftckpt.errors import NothingLoadable
 from ftckpt.trainer.replicas.base import Outcome, Position
 
 
@@ -73,6 +74,10 @@ class SoloReplica:
     def members(self) -> tuple[int | None, int]:
         """It alone."""
         return 0, 1
+
+    def stand_by(self) -> None:
+        """Raises NothingLoadable: there are no peers to wait for."""
+        raise NothingLoadable("there is no state to go on from, and no peer to take one from", now="nothing was started")
 
     def contribute(self, draws: int, samples: int) -> None:
         """What this replica adds in the step being made."""

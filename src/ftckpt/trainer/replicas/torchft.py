@@ -251,6 +251,10 @@ class FtReplica:
         """See ``Replica.contribute``."""
         self._standing.contribute(draws, samples)
 
+    def stand_by(self) -> None:
+        """See ``Replica.stand_by``."""
+        self._standing.give_up()
+
     def outcome(self) -> Outcome:
         """See ``Replica.outcome``."""
         return self._standing.outcome()
