@@ -154,6 +154,9 @@ class FtReplica:
     def blank(self) -> bool:
         return self._standing.position.blank
 
+    def stand_by(self) -> None:
+        self._standing.give_up()
+
     def adopt(self, trajectory: Trajectory, counts: dict[int, int], samples: int, batches_committed: int) -> None:
         self._standing.adopt(trajectory, counts, samples)
         self._rank.step, self.batches_committed = trajectory.step, batches_committed
