@@ -353,6 +353,7 @@ def restore(world: World, act: Act) -> None:
         world.plan.waiting -= 1
         world.server.values.clear()
         world.server.values.update(backup)
+        world.server.life += 1
         world.judge.restored()
         world.plan.waiting += 1
         world.scheduler.at(world.scheduler.now + 1.0 + 12.0 * (act.pick * 77 % 1), arrive)

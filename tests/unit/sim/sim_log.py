@@ -31,6 +31,7 @@ class Server:
         self.values: Values = {}
         self.version = 0
         self.down = False
+        self.life = 0  # a server that is restored is another process: what was on its way to the one before never lands
         self.watcher: Watcher | None = None
         self.changed: list[Condition] = []
 
@@ -102,7 +103,10 @@ class Wire:
             scheduler.trace(f"{who} transacts {[op for op in then if isinstance(op, (Put, Delete))][:1]} {fate}")
         if fate == "late":
             delay = scheduler.rng.choice((0.3, 2.0, 9.0))
-            scheduler.at(scheduler.now + delay, lambda: server.apply(who, compares, then, otherwise) and None)
+            life = server.life
+            scheduler.at(
+                scheduler.now + delay, lambda: server.apply(who, compares, then, otherwise) and None if server.life == life else None
+            )
         else:
             outcome = server.apply(who, compares, then, otherwise)
             scheduler.turn()
