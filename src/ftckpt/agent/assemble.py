@@ -22,7 +22,7 @@ from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job, Outcome, Written
 from ftckpt.agent.small import put_leaves
 from ftckpt.domain.ledger import own_entry
-from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed, StoreError
+from ftckpt.errors import Damaged, FtckptError, LogError, NotFound, SaveFailed, StoreError
 from ftckpt.format.cover import check_cover
 from ftckpt.format.manifest import (
     MANIFEST,
@@ -38,7 +38,7 @@ from ftckpt.format.manifest import (
 )
 from ftckpt.format.shard import read_header
 from ftckpt.link.handles import error_from
-from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.ports import BlobReader, BlobStore, CommitLog
 
 logger = logging.getLogger("ftckpt.agent")
 
@@ -155,11 +155,21 @@ class Assemble:
     def _prove(self, job: Job, receipts: list[Receipt]) -> None:
         """The shards hold every element once, by their own headers; another rank's header is as its receipt says."""
         tables = [("shard 0", job.table)]
+        poll = Poll(self._desk, job.config.poll_s, time.monotonic() + _AFTER_RECEIPTS_S)
         for shard in [r.shard for r in receipts if r.shard is not None and r.rank != 0]:
             path = f"{job.directory}/{shard.file}"
-            with self._store.reader(path) as reader:
+            with self._opened(path, poll) as reader:
                 tables.append((f"shard {shard.rank}", read_header(reader, path, shard)[0]))
         check_cover(tables)
+
+    def _opened(self, path: str, poll: Poll) -> BlobReader:
+        """A file that was there when its receipt was written; a tier that does not answer for a moment must not cost the save."""
+        while True:
+            try:
+                return self._store.reader(path)
+            except NotFound:
+                if not poll.more():
+                    raise
 
     def _put_manifest(self, path: str, data: bytes) -> None:
         """Store the manifest; a failure that took effect all the same is none: others may commit what is there."""
@@ -179,12 +189,16 @@ class Assemble:
         world, found = job.config.group_world_size, dict[int, Receipt]()
         poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.receipts_s)
         while True:
+            overtaken = self._overtaken()  # before and after: what is there must not be missed by a look that came too early, or failed
             there = set(self._store.listdir(f"{job.directory}/{RECEIPTS}"))
             for rank in range(world):
                 name = f"r{rank:05d}.json"
                 if rank not in found and name in there:
                     path = f"{job.directory}/{RECEIPTS}/{name}"
-                    found[rank] = decode(self._store.get(path), Receipt, path)
+                    try:
+                        found[rank] = decode(self._store.get(path), Receipt, path)
+                    except NotFound:  # a tier that has stopped answering since it was listed
+                        continue
                     if found[rank].error or found[rank].shard is None:
                         raise SaveFailed(
                             f"save of step {job.save.trajectory.step} failed on rank {rank} of {job.config.replica}: {found[rank].error}",
@@ -194,7 +208,7 @@ class Assemble:
             if len(found) == world:
                 return [found[rank] for rank in range(world)]
             missing = [rank for rank in range(world) if rank not in found]
-            if self._overtaken():
+            if overtaken and any(f"r{rank:05d}.json" not in there for rank in missing) and self._overtaken():
                 raise SaveFailed(
                     f"save of step {job.save.trajectory.step}: no shard from rank(s) {', '.join(map(str, missing))} of {job.config.replica},"
                     " and a later save of the group is whole",

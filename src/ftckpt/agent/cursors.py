@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -44,7 +45,8 @@ class Cursors:
         directory = f"{self._job.directory}/{CURSORS}"
         for name in self._store.listdir(directory):
             if name not in self._seen and name.endswith(".json"):
-                self._seen[name] = self._read(f"{directory}/{name}", name)
+                with suppress(NotFound):  # a tier that has stopped answering since it was listed: looked at again
+                    self._seen[name] = self._read(f"{directory}/{name}", name)
         return all(self._complete(member) for member in self._expected)
 
     def infos(self) -> tuple[CursorInfo, ...]:
@@ -81,7 +83,7 @@ class Cursors:
         try:
             data = self._store.get(path)
             cursor = decode(data, Cursor, path)
-        except (Damaged, NotFound) as e:
+        except Damaged as e:
             logger.warning("cursor left out: %s", e)
             return None
         wrong = ""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -70,7 +70,8 @@ class Placing:
         self._config, self._store, self._log, self._desk = config, store, log, desk
         self._note, self._ready, self._placed = note, ready, placed
         self._niced = Niced()
-        self._gone: deque[str] = deque(maxlen=_GONE)
+        self._gone: tuple[str, ...] = ()  # replaced as a whole: three threads look at it while others add to it
+        self._going_away = threading.Lock()
         self._down = False
         self._tidied = self._evicted = 0.0
         self._evicted_at = -2  # tail of the log then
@@ -80,7 +81,7 @@ class Placing:
         self.moved = 0.0  # when bytes were written last, monotonic clock
         self._large: Worker[str | Candidate | Recorded] = Worker("place", self._do, desk, idle=self._tidy)
         self._small = Telling(config.job, store, desk, self._is_gone)
-        store.small, store.large, store.gone = self._small.put, self._large.put, self._gone.append
+        store.small, store.large, store.gone = self._small.put, self._large.put, self._went
 
     # ------------------------------------------------------------ life
     def start(self) -> None:
@@ -203,6 +204,10 @@ class Placing:
 
     def _going(self, location: str) -> Callable[[], bool]:
         return lambda: not self._desk.stopping.is_set() and not self._is_gone(location)
+
+    def _went(self, prefix: str) -> None:
+        with self._going_away:
+            self._gone = (*self._gone, prefix)[-_GONE:]
 
     def _is_gone(self, location: str) -> bool:
         return any(prefix.endswith(f"/{location}") for prefix in self._gone)
