@@ -93,7 +93,7 @@ def make_plan(
     Raises:
         LogUnreachable: the log does not answer. Damaged: it has entries that cannot be read.
         LogRegressed: it is older than what the root shows, or another one. TailMoved: it was replaced meanwhile.
-        StoreError: the root cannot be listed.
+        StoreError: the root cannot be listed, or a generation that is being read cannot be looked at.
     """
     names = names_in(store, job)  # before the log, see flows.leftovers
     seen = _readable(log, job)

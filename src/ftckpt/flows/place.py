@@ -168,6 +168,8 @@ class _Bring:
         reader, image = open_shard(self._store.first, self._job, self._location, info)
         with reader, _target():
             if durable.exists(path):
+                if self.there(info):
+                    return  # brought by another agent since; a record may vouch for it already
                 durable.remove(path)  # not ours whole: no record vouches for it
             with durable.writer(path, info.bytes) as writer:
                 header = memoryview(bytearray(info.header_bytes))

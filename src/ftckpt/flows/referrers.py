@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
-from ftckpt.errors import FtckptError
+from ftckpt.errors import ConfigError, Damaged, NotFound
 from ftckpt.format.manifest import MANIFEST, Manifest, decode
 from ftckpt.ports import BlobStore, CommitLog
 
@@ -26,7 +26,11 @@ def _names(indices: Sequence[int]) -> str:
 
 
 def being_read(log: CommitLog, store: BlobStore, job: str, noted: Mapping[int, str]) -> dict[str, str]:
-    """By directory: which withdrawn generations refer to its files and are still being read."""
+    """By directory: which withdrawn generations refer to its files and are still being read.
+
+    Raises:
+        StoreError: what one of them refers to cannot be read now.
+    """
     found: dict[str, str] = {}
     for index, location in noted.items():
         if log.readers(index):
@@ -36,6 +40,6 @@ def being_read(log: CommitLog, store: BlobStore, job: str, noted: Mapping[int, s
                     r.location: f"#{index} refers to its files, and is still being read"
                     for r in decode(store.get(path), Manifest, path).refers
                 }
-            except FtckptError:
+            except (NotFound, Damaged, ConfigError):
                 continue
     return found

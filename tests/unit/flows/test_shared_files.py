@@ -9,7 +9,7 @@ from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.keep import KeepLast
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import Withdrawn
+from ftckpt.errors import StoreError, Withdrawn
 from ftckpt.flows.gc import GcReport, collect
 from ftckpt.flows.leftovers import DOOMED
 from ftckpt.flows.log_check import log_check
@@ -18,7 +18,7 @@ from ftckpt.flows.readers import reading
 from ftckpt.flows.select import choose
 from ftckpt.flows.verify import verify
 from ftckpt.stores.memory import MemoryStore
-from ftckpt.testing.faults import FaultyStore
+from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.testing.generations import append, walk, write_generation
 
 JOB = "gpt"
@@ -99,6 +99,10 @@ def test_what_a_withdrawn_generation_refers_to_stays_while_that_is_read() -> Non
         report = run.clean()
         assert run.there() == {first.location, second.location, whole.location}
     assert any("still being read" in left.why for left in report.plan.leftovers if left.shared)
+    blind = FaultyStore(run.store, Fault(op="get", path=f"*/{second.location}/manifest.json", times=0))
+    with pytest.raises(StoreError):  # what it refers to cannot be read: nothing is removed
+        run.clean(store=blind)
+    assert run.there() == {first.location, second.location, whole.location}
     run.log.read_end(second.index, "late")
     for _ in range(2):
         run.clean()

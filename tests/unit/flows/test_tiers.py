@@ -80,6 +80,29 @@ def test_what_is_brought_is_the_same_byte_for_byte_and_is_brought_once(two: Two)
     assert verify(two.store.durable, JOB, entry.location, entry).sound
 
 
+@pytest.mark.covers("I7", "I1")
+def test_a_shard_that_another_agent_brings_in_the_same_moment_is_not_taken_away_again(two: Two) -> None:
+    """Its record may be there by the time that the slower of the two looks."""
+    entry, removed = two.w.entries[0], list[str]()
+
+    class Slower(FaultyStore):
+        met = False
+
+        def exists(self, path: str) -> bool:
+            if path.endswith(".safetensors") and not self.met:
+                self.met = True
+                bring(two.store, JOB, entry.location, entry)
+            return super().exists(path)
+
+        def remove(self, path: str) -> None:
+            removed.append(path)
+            super().remove(path)
+
+    bring(TieredStore(two.store.first, Slower(two.store.durable)), JOB, entry.location, entry)
+    assert removed == []
+    assert verify(two.store.durable, JOB, entry.location, entry).sound
+
+
 def _bring_and_die(first: Path, durable: Path, location: str) -> None:
     written = 0
 
