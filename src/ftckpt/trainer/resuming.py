@@ -56,6 +56,10 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
+class _Overtaken(TailMoved):
+    """What an earlier trainer of this job had saved was committed while this one chose: there is something newer to take."""
+
+
 class _Word(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells the others: a choice, an answer or an error; and of an opening the entry."""
 
@@ -67,12 +71,13 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True):
 
     def refuse(self) -> None:
         """Raise the error that it tells of."""
-        kind: type[FtckptError] = getattr(errors, self.error, FtckptError)
+        kind: type[FtckptError] = _Overtaken if self.error == _Overtaken.__name__ else getattr(errors, self.error, FtckptError)
         raise kind(self.texts[0], now=self.texts[1], todo=self.texts[2])
 
 
 logger = logging.getLogger("ftckpt")
 
+OVERTAKEN = 3  # times that a start chooses again because something newer was committed meanwhile
 _PEERS_ONLY = "other replicas are at work and no generation was completed yet: the state comes from one of them, or from nowhere"
 _MENDED_BY_ANOTHER = ("Damaged", "StoreError", "NotFound")  # another generation may still be loaded
 
@@ -145,13 +150,21 @@ class Resumer:
         began, self._options = time.monotonic(), options
         faults: dict[str, Fault | None] = {}
         pauses = list(UNREAD_PAUSES_S)
+        again = OVERTAKEN
         while True:
             choice = first or self._choose(request, faults, adopt=self._writes)
-            if not choice.location:
-                return self._begin(choice, opening, began)
-            loaded, fault, unread = self._try(choice, options)
-            if loaded is not None and not fault:
-                return self._settled(choice, loaded, opening, began)
+            loaded, fault, unread = self._try(choice, options) if choice.location else (None, "", False)
+            if not fault:
+                try:
+                    if loaded is None:
+                        return self._begin(choice, opening, began)
+                    return self._settled(choice, loaded, opening, began)
+                except _Overtaken as e:
+                    if not again or first is not None or not isinstance(request, Newest):
+                        raise TailMoved(e.what, now=e.now, todo=e.todo) from e
+                    again -= 1
+                    logger.warning("resume: %s; choosing again", e.what)
+                    continue
             if unread and pauses:  # as many tries on every rank
                 logger.warning("%s cannot be read now (%s); trying again in %g s", choice.location, fault, pauses[0])
                 time.sleep(pauses.pop(0))
@@ -309,9 +322,10 @@ class Resumer:
             try:
                 return _Word(entry=self._log.append(entry, expect_tail=last))
             except (TailMoved, LogAmbiguous) as e:
-                own = own_entry(self._log.entries(after=last), attempt)
+                own = own_entry(since := self._log.entries(after=last), attempt)
                 if own is None:
-                    raise TailMoved(
+                    kind = _Overtaken if since and all(e.kind == "generation" for e in since) else TailMoved
+                    raise kind(
                         f"the log moved on from #{last} while this job was starting",
                         now="nothing was appended; another start of the job is at work",
                         todo="see ftckpt status; start again if no other is running",

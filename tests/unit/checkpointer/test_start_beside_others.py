@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from ftckpt.commitlog.memory import MemoryLog, MemoryStore
+from ftckpt.domain.ledger import Entry
 from ftckpt.domain.sources import Newest
-from ftckpt.errors import Damaged, NothingLoadable
+from ftckpt.errors import Damaged, NothingLoadable, TailMoved
 from ftckpt.ports import ReplicaInfo
 from ftckpt.stores.local import LocalStore
 from ftckpt.testing.generations import append, walk, write_generation
@@ -129,3 +131,43 @@ def test_a_replica_whose_first_generation_is_lost_takes_the_state_of_a_peer_or_n
     assert log.tail() is None  # nothing was opened: whoever has the state goes on
     with pytest.raises(NothingLoadable, match="only incomplete"):  # without torchft there is nobody to heal from
         Resumer(store, log, "job", Group().open(), replica, replica, fence=True).resume(Newest(), LoadOptions())
+
+
+class Overtaken(MemoryLog):
+    """A log in which others are quicker, so many times."""
+
+    def __init__(self, job: str, between: list[Callable[[MemoryLog], object]]) -> None:
+        super().__init__(job, MemoryStore())
+        self.between = between
+
+    def append(self, entry: Any, *, expect_tail: int, timeout: float | None = None) -> Any:
+        if entry.kind == "open" and self.between:
+            self.between.pop(0)(MemoryLog("job", self.store))
+        return super().append(entry, expect_tail=expect_tail, timeout=timeout)
+
+
+@pytest.mark.covers("I2", "F61")
+def test_what_an_earlier_trainer_saved_and_is_committed_while_a_start_chooses_is_taken(tmp_path: Path) -> None:
+    store, log = LocalStore(tmp_path), Overtaken("job", [])
+    write_generation(store, log, "job", 5, STATE)
+    log.between = [lambda other: write_generation(store, other, "job", 10, STATE)]
+    both: Any = Loads("")
+    report = Resumer(store, log, "job", Group().open(), both, both, fence=True).resume(Newest(), LoadOptions())
+    assert report.step == 10
+    tail = log.tail()
+    assert tail is not None
+    assert (tail.kind, tail.step, tail.index) == ("open", 10, 2)
+
+
+@pytest.mark.covers("I3")
+def test_a_start_that_another_start_overtakes_ends(tmp_path: Path) -> None:
+    store, log = LocalStore(tmp_path), Overtaken("job", [])
+    first = write_generation(store, log, "job", 5, STATE)
+    state = walk("job", 5).open("f00d")
+    rival = Entry(
+        index=-1, kind="open", log="", step=5, trajectory=state.h, prev=-1, base=first.index, attempt="f00d", writer="rival"
+    )  # fmt: skip
+    log.between = [lambda other: other.append(rival, expect_tail=first.index)]
+    both: Any = Loads("")
+    with pytest.raises(TailMoved, match="another start"):
+        Resumer(store, log, "job", Group().open(), both, both, fence=True).resume(Newest(), LoadOptions())
