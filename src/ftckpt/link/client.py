@@ -33,7 +33,8 @@ Signatures (all durations are seconds; every call ends within its timeout or ``c
     # ends
     .drain(timeout: float) -> int                                 nothing in flight any more; number of failed saves
     .raise_pending() -> None                                      raises a kept background failure, each once
-    .reopen() -> AgentClient                                      after the agent's death (arena and layouts carried over)
+    .owe(error: FtckptError) -> None                              one that could not be raised: raise_pending does it
+    .reopen() -> AgentClient                                      after the agent's death (arena, layouts and failures carried over)
     .close(timeout: float = 5.0) -> None                          says Bye; never raises for a dead agent
 
     SaveHandle: .ordinal .step .attempt .location .entry(Entry | None) .error(FtckptError | None) .reason(str)
@@ -53,7 +54,7 @@ from collections.abc import Callable
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import AgentError
+from ftckpt.errors import AgentError, FtckptError
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
 from ftckpt.link import greeting, launch
@@ -289,6 +290,10 @@ class AgentClient:
         if error is not None:
             raise error
 
+    def owe(self, error: FtckptError) -> None:
+        """Raise this failure at the next call of ``raise_pending``: another error was in the way of it."""
+        self._inbox.owe(error)
+
     def reopen(self) -> AgentClient:
         """A new client after the agent was lost. If the old agent is dead, arena (all slots free) and layouts are carried over;
         if it lives, a new arena must be attached.
@@ -301,6 +306,7 @@ class AgentClient:
         self.close(0.0)
         new = type(self).open(self.config, on_warning=self._on_warning)
         new._warned.extendleft(reversed(self._warned))
+        new._inbox.inherit(self._inbox)
         if new.agent_pid != self.agent_pid and not launch.runs(self.agent_pid) and self.arena is not None and self.arena.fd >= 0:
             new.attach(self.arena)
         for table, states in self._layouts:

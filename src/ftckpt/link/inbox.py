@@ -157,6 +157,19 @@ class Inbox:
                     return error
         return None
 
+    def owe(self, error: FtckptError) -> None:
+        """A failure that was taken and could not be raised: whoever asks next gets it."""
+        with self.changed:
+            self._errors = [(error, None), *self._errors][:_MAX_ERRORS]
+
+    def inherit(self, before: Inbox) -> None:
+        """Take over what nobody has seen of the failures of the connection before this one; what failed for one reason is told once."""
+        with before.changed:
+            unseen = {id(error): (error, handle) for error, handle in before._errors if handle is None or not handle.reported}
+            before._errors = []
+        with self.changed:
+            self._errors = [*unseen.values(), *self._errors][:_MAX_ERRORS]
+
     # ------------------------------------------------------------ what comes in
     def take(self, message: m.ToTrainer) -> m.Warned | None:
         """Take one message; a warning is given back, to be passed on without the lock."""

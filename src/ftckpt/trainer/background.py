@@ -52,11 +52,12 @@ class Background:
             )
         if not client.alive:
             self._session.revive()
-            self._tail.follow(self._session.client)
+            client = self._session.client
+            self._tail.follow(client)
             logger.warning(AGENT_DIED)
             self._events.tell(Warned(step=replica.step, kind="agent", text=AGENT_DIED, waiting=self.waiting))
         try:
-            client.raise_pending()  # of the one that died too: what it had in flight is told once
+            client.raise_pending()  # of the one that died too: what it had in flight for the same reason is told once
         except Diverged as e:
             if self._astray(replica):
                 raise
@@ -84,6 +85,10 @@ class Background:
         except FtckptError as e:
             return e
         return None
+
+    def owe(self, failure: FtckptError) -> None:
+        """A failure that the caller of ``failure`` could not raise, since it has another one to raise: it is told at the next call."""
+        self._session.client.owe(failure)
 
     def tell(self, replica: Replica, *, writer: bool, force: bool = False) -> None:
         """Say where training stands, a few times per second at most; rank 0 speaks for its group."""

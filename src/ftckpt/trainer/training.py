@@ -67,9 +67,14 @@ class Training:
         failure = self._background.failure(
             replica
         )  # raised last: the step was made, and its own save must not be missed for an earlier one's
-        if outcome.committed and self._due(replica, ending=False):
-            self._save(replica, metrics)
-        self.tell(replica)
+        try:
+            if outcome.committed and self._due(replica, ending=False):
+                self._save(replica, metrics)
+            self.tell(replica)
+        except BaseException:
+            if failure is not None:
+                self._background.owe(failure)
+            raise
         if failure is not None:
             raise failure
         return outcome

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 from agent_harness import Rig, Trainer, ended, running, table_of, until
 
-from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded
+from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded, SaveFailed
 from ftckpt.link import launch
+from ftckpt.link import messages as m
 from ftckpt.link.client import AgentClient, AgentConfig
 from ftckpt.transfer.client import fetch
 
@@ -124,6 +125,23 @@ def test_killed_agent_gives_a_clear_error_and_training_goes_on_with_a_new_one(ri
     assert trainer.client.arena is trainer.arena
     assert trainer.save().wait(10.0) == "committed"
     assert [e.step for e in rig.entries()] == [1, 3]
+
+
+@pytest.mark.covers("F21", "I14")
+def test_what_failed_before_an_agent_died_and_what_died_with_it_are_both_told(rig: Rig) -> None:
+    trainer = rig.trainer().attach()
+    os.kill(trainer.client.agent_pid, signal.SIGSTOP)
+    failed, lost = trainer.save(), trainer.save()
+    trainer.client._inbox.take(m.Failed(ordinal=failed.ordinal, error="SaveFailed", what="disk full", now="", todo=""))
+    os.kill(trainer.client.agent_pid, signal.SIGKILL)
+    assert until(lambda: lost.done, 10.0)
+    trainer.client = trainer.client.reopen()
+    rig.pids.add(trainer.client.agent_pid)
+    with pytest.raises(SaveFailed, match="disk full"):
+        trainer.client.raise_pending()
+    with pytest.raises(AgentError, match="is lost"):
+        trainer.client.raise_pending()
+    trainer.client.raise_pending()
 
 
 @pytest.mark.covers("F21", "I11")

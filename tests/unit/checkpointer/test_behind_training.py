@@ -9,12 +9,15 @@ import pytest
 
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.ledger import Entry
+from ftckpt.domain.policy import Every
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import Diverged, SaveFailed
+from ftckpt.errors import DeadlineExceeded, Diverged, FtckptError, SaveFailed
 from ftckpt.trainer.background import Background
 from ftckpt.trainer.events import Events
 from ftckpt.trainer.handle import SaveHandle
+from ftckpt.trainer.replicas.base import Outcome
 from ftckpt.trainer.tail import TailReader
+from ftckpt.trainer.training import Training
 
 
 def states(count: int, nonce: int = 1) -> list[Trajectory]:
@@ -64,7 +67,7 @@ class Rank:
         self.pending: list[Exception] = []
         client = SimpleNamespace(
             stray="the tail is not an ancestor", alive=True, tail=log.tail(), raise_pending=self._raise,
-            note=lambda kind, text, detail=None: self.notes.append(kind),
+            note=lambda kind, text, detail=None: self.notes.append(kind), warnings=lambda: (),
         )  # fmt: skip
         session: Any = SimpleNamespace(client=client)
         self.replica: Any = SimpleNamespace(trajectory=live)
@@ -92,3 +95,44 @@ def test_a_state_that_was_astray_and_was_given_up_does_not_end_the_process(live:
     rank.pending = [SaveFailed("disk full")]
     with pytest.raises(SaveFailed, match="disk full"):
         rank.background.check(rank.replica)
+
+
+class Pending:
+    """A client whose agent told of a failure."""
+
+    def __init__(self, *errors: FtckptError) -> None:
+        self.stray, self.alive, self.tail, self.url, self.pending = None, True, None, "", ()
+        self.errors = list(errors)
+
+    def raise_pending(self) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def owe(self, error: FtckptError) -> None:
+        self.errors.insert(0, error)
+
+    def warnings(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.covers("I14")
+def test_a_failure_that_another_one_got_in_the_way_of_is_told_at_the_next_call() -> None:
+    state = states(1)[1]
+    outcome = Outcome(committed=True, contributed=True, healed=False, step=1, members=(1,), present=(1,), writer=True)
+    client = Pending(SaveFailed("disk full"))
+    session: Any = SimpleNamespace(client=client)
+    tail = TailReader(MemoryLog("job"), client)  # type: ignore[arg-type]
+    group: Any = SimpleNamespace(rank=1)
+    background = Background(session, tail, Events(), group)
+    background.tell = lambda *args, **options: None  # type: ignore[method-assign]
+    training = Training(None, Every(steps=1), group, None, session, None, tail, background, Events())  # type: ignore[arg-type]
+
+    def no_buffer(outcome: Outcome, metrics: object) -> None:
+        raise DeadlineExceeded("no buffer became free")
+
+    training._saver = SimpleNamespace(last_step=0, save=no_buffer)  # type: ignore[assignment]
+    replica: Any = SimpleNamespace(trajectory=state, step=1, blank=False, outcome=lambda: outcome)
+    with pytest.raises(DeadlineExceeded, match="no buffer"):
+        training.step(replica, {})
+    with pytest.raises(SaveFailed, match="disk full"):
+        training.save(replica, {})
