@@ -40,6 +40,8 @@ TABLES = {(rank, world): plan_image([(f"model/w{rank}of{world}", "int64", (2,), 
 STATES = {"model": StateInfo(kind="module")}
 GROUP_S = 100.0
 
+LOAD_S = 120.0  # for the other ranks' loads; a launcher would end a group that lost a rank long before
+
 
 class Board:
     """What the ranks of a group share: their store, and a barrier."""
@@ -237,7 +239,8 @@ class Rank:
         self.group = GroupOf(self.board, self.rank)
         self.loader = Loader(self)
         self.resumer = Resumer(
-            self.store, self.log, self.world.job, self.group, self.loader, self.replica, fence=self.world.solo  # type: ignore[arg-type]
+            self.store, self.log, self.world.job, self.group, self.loader, self.replica,  # type: ignore[arg-type]
+            fence=self.world.solo, load_s=LOAD_S,
         )  # fmt: skip
         before, known = self.judge.tail, bool(self.judge.standing)
         request, token = resume_token.request(self.word, self.world.job, self.log.tail())
