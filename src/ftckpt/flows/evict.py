@@ -125,4 +125,6 @@ def _part(first: BlobStore, base: str, text: str, tail: Entry) -> bool:
     name = GenerationName.parse(text)
     if name is None or name.step > tail.step or first.exists(f"{base}/{INTENT}") or first.exists(f"{base}/{MANIFEST}"):
         return False
+    if tail.from_zero and name.step == tail.step and tail.trajectory.startswith(name.trajectory8):
+        return False  # the state that the tail began with: its generation may still be made
     return any(file.startswith("r") and file.endswith(".json") for file in first.listdir(f"{base}/{RECEIPTS}"))

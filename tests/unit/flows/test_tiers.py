@@ -13,6 +13,7 @@ import pytest
 
 from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import genesis
 from ftckpt.errors import ConfigError, Damaged, SaveFailed, StoreError
 from ftckpt.flows.evict import PLACED, evict
 from ftckpt.flows.gc import collect
@@ -347,3 +348,17 @@ def test_a_new_hosts_first_tier_takes_the_job_that_the_durable_tier_has(two: Two
     (tmp_path / "empty" / "another" / "generations").mkdir(parents=True)
     with pytest.raises(ConfigError, match="is new in root"):
         claim_root(unknown, "third", log=two.w.log.url, uuid="")
+
+
+@pytest.mark.covers("I6", "I7")
+def test_a_shard_of_the_state_that_the_log_begins_with_is_not_let_go_of_while_its_generation_is_made(tmp_path: Path) -> None:
+    with world(tmp_path / "first") as w:
+        two, seed = Two(w, tmp_path / "durable"), genesis(JOB)
+        w.log.append(
+            Entry(index=0, kind="open", log="", step=0, trajectory=seed.h, prev=-1, base=-1, attempt="0a", writer="a"), expect_tail=-1
+        )
+        names = [f"s000000000-{h[:8]}-00000001" for h in (seed.h, "f" * 64)]
+        for name in names:  # what a rank leaves whose rank 0 is on another host
+            two.store.first.put(f"{JOB}/generations/{name}/receipts/r00001.json", b"{}")
+        assert evict(w.log, two.store, JOB, keep=None, sound=set()) == (names[1],)
+        assert two.names(w.root) == [names[0]]
