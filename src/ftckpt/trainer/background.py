@@ -90,6 +90,16 @@ class Background:
         """A failure that the caller of ``failure`` could not raise, since it has another one to raise: it is told at the next call."""
         self._session.client.owe(failure)
 
+    def tell_with(self, error: Exception) -> None:
+        """The last call that can tell anything raises this one: all others that were not told yet go with it."""
+        while True:
+            try:
+                self._session.client.raise_pending()
+            except FtckptError as e:
+                error.add_note(f"and in the background: {type(e).__name__}: {e}")
+            else:
+                return
+
     def tell(self, replica: Replica, *, writer: bool, force: bool = False) -> None:
         """Say where training stands, a few times per second at most; rank 0 speaks for its group."""
         now, client = time.monotonic(), self._session.client

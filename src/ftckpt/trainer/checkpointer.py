@@ -170,6 +170,9 @@ class Checkpointer:
                 self._events.poll()
                 self._training.bind()
             self._session.client.raise_pending()
+        except Exception as e:
+            self._background.tell_with(e)
+            raise
         finally:
             if self._replica is not None:
                 self._replica.close()

@@ -13,6 +13,7 @@ from ftckpt.domain.policy import Every
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.errors import DeadlineExceeded, Diverged, FtckptError, SaveFailed
 from ftckpt.trainer.background import Background
+from ftckpt.trainer.checkpointer import Checkpointer
 from ftckpt.trainer.events import Events
 from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.replicas.base import Outcome
@@ -136,3 +137,27 @@ def test_a_failure_that_another_one_got_in_the_way_of_is_told_at_the_next_call()
         training.step(replica, {})
     with pytest.raises(SaveFailed, match="disk full"):
         training.save(replica, {})
+
+
+@pytest.mark.covers("I14")
+@pytest.mark.parametrize("ending", [True, False])
+def test_closing_tells_every_failure_that_was_not_told_yet(ending: bool) -> None:
+    client: Any = Pending(SaveFailed("disk full"), SaveFailed("no such bucket"))
+    client.drain = lambda seconds: never_ends()
+    client.close = lambda: None
+    session: Any = SimpleNamespace(client=client, close=lambda: None)
+    ckpt: Any = Checkpointer.__new__(Checkpointer)
+    closed = SimpleNamespace(close=lambda: None)
+    ckpt._closed, ckpt._resumed, ckpt._replica, ckpt._session = False, False, None, session
+    ckpt._ledger = ckpt._log = ckpt._store = ckpt.group = closed
+    ckpt.settings = SimpleNamespace(deadlines=SimpleNamespace(close_s=1.0))
+    ckpt._background = Background(session, TailReader(MemoryLog("job"), client), Events(), closed)  # type: ignore[arg-type]
+
+    def never_ends() -> None:
+        raise DeadlineExceeded("no end of work in flight")
+
+    with pytest.raises(FtckptError) as raised:
+        ckpt._end(ending=ending)
+    told = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    for text in ("disk full", "no such bucket", *(["no end of work"] if ending else [])):
+        assert sum(text in line for line in told) == 1
