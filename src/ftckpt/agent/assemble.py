@@ -39,6 +39,7 @@ from ftckpt.format.manifest import (
 from ftckpt.format.shard import read_header
 from ftckpt.link.handles import error_from
 from ftckpt.ports import BlobReader, BlobStore, CommitLog
+from ftckpt.stores.tiered import FIRST, durable_of
 
 logger = logging.getLogger("ftckpt.agent")
 
@@ -255,7 +256,7 @@ class Assemble:
                 if found is None and durable_since and time.monotonic() - durable_since > _LOG_POLL_S:
                     durable_since = time.monotonic()
                     answered, found = self._in_log(job)
-                    absent += answered
+                    absent += answered and self._own_part_is_there(job)
                 if found is None and any(outcome.read(self._store, later) for later in self._later()):
                     # rank 0 works in order: what it has not said by now it will not say
                     found = outcome.read(self._store, job) or self._in_log(job)[1] or outcome.failure(_no_word(job, bool(durable_since)))
@@ -277,6 +278,15 @@ class Assemble:
             logger.info("log not read for %s: %s", job.name, e)
             return False, None
         return True, None if entry is None else Outcome(state="committed", entry=entry)
+
+    def _own_part_is_there(self, job: Job) -> bool:
+        """With tiers: whether this rank's shard is in the durable one. Until then rank 0 is not late, but waits for it."""
+        if job.config.acknowledge == FIRST:
+            return True
+        try:
+            return durable_of(self._store).exists(f"{job.directory}/{RECEIPTS}/r{job.config.rank:05d}.json")
+        except StoreError:
+            return False
 
     def _left_whole(self, job: Job) -> Candidate:
         """The generation of a rank 0 that died between manifest and record: the thread ``commit`` judges it as any other."""

@@ -15,13 +15,13 @@ from ftckpt.agent.assemble import Assemble
 from ftckpt.agent.cursors import Cursors
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.exchange import Exchange, Outage
-from ftckpt.agent.jobs import Job
+from ftckpt.agent.jobs import Candidate, Job, Written
 from ftckpt.agent.persist import receipt_path
 from ftckpt.agent.placing import Placing
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.names import cursor_file, member_id
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.format.manifest import CURSORS, Cursor, Receipt, ShardInfo, encode
+from ftckpt.format.manifest import CURSORS, Cursor, FileInfo, Manifest, Receipt, ShardInfo, encode
 from ftckpt.format.plan import plan_image
 from ftckpt.format.shard import write_shard
 from ftckpt.link import messages as m
@@ -126,6 +126,28 @@ def test_a_cursor_of_another_host_is_not_left_out_because_the_durable_tier_did_n
     cursors.look()
     cursors.look()
     assert [c.replica for c in cursors.infos()] == ["b"]
+
+
+@pytest.mark.covers("I11", "I6")
+def test_a_rank_whose_own_shard_is_still_being_copied_does_not_take_rank_0_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.agent.assemble._LOG_POLL_S", 0.02)
+    one, store, adopted = job(1), Blinking(), list[Candidate]()
+    own = msgspec.structs.replace(one, config=config(rank=1))
+    manifest = Manifest(
+        job="job", log="", known_tail=-1, base=-1, step=1, trajectory=state(1), attempt=one.save.attempt, writer="a", group_world_size=2,
+        shards=(), leaves=FileInfo(file="leaves.json", bytes=0, sha256=""), cursors=(), participants=(), counts={}, samples=0,
+        batches_committed=0, states={},
+    )  # fmt: skip
+    store.first.put(f"{own.directory}/manifest.json", encode(manifest))
+    work = Assemble(store, MemoryLog("job"), Desk(lambda: None), lambda members: {}, adopted.append, lambda job: None)
+    thread = threading.Thread(target=work, args=(Written(job=own, claimed=True),))
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    assert adopted == []
+    store.durable.put(receipt_path(own, 1), b"")
+    thread.join(10.0)
+    assert [found.job for found in adopted] == [own]
 
 
 @contextmanager
