@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -233,6 +233,12 @@ def reading(
     )
 
 
+def unknown_variables(env: Mapping[str, str] | None = None) -> list[str]:
+    """Variables that begin as ours and mean nothing: mistyped, or of something else. They are not refused, since others may set such names."""
+    known = {*map(env_name, setting_keys()), *_LAUNCH.values(), env_name("config")}
+    return sorted(name for name in (os.environ if env is None else env) if name.startswith(PREFIX) and name not in known)
+
+
 def setting_keys() -> tuple[str, ...]:
     """All keys that can be set, deadlines with their section: ``deadlines.log_s``."""
     plain = [f for f in Settings.__struct_fields__ if f not in ("deadlines", "origin")]
@@ -280,7 +286,8 @@ def load(arguments: Mapping[str, Any] | None = None, *, file: str | Path | None 
             value = _keep(raw) if key == "keep" else raw
             values[key] = msgspec.convert(value, hints[key], strict=where != "environment" or key == "keep")
         except (msgspec.ValidationError, ConfigError) as e:
-            wrong.append(f"{label}: {e.what + ': ' + e.todo if isinstance(e, ConfigError) else e}")
+            choices = f"; use one of {', '.join(get_args(hints[key]))}" if get_origin(hints[key]) is Literal else ""
+            wrong.append(f"{label}: {e.what + ': ' + e.todo if isinstance(e, ConfigError) else e}{choices}")
             continue
         origin[key] = label
     _fill_defaults(values, origin, env)

@@ -155,7 +155,9 @@ def _object_store(url: str) -> BlobStore:
     except ModuleNotFoundError as e:
         if e.name != "obstore":
             raise
-        raise ConfigError(f"root {url!r} needs obstore", now="nothing was changed", todo="pip install 'ftckpt[objects]'") from e
+        parts = urlsplit(url)
+        shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without what may be a secret
+        raise ConfigError(f"root {shown} needs obstore", now="nothing was changed", todo="pip install 'ftckpt[objects]'") from e
     return open_object_store(url)
 
 
@@ -337,17 +339,26 @@ def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool
     return _claim(store, want, new_job=new_job, bind=bind)
 
 
+def check_room(store: BlobStore, job: str, *, new_job: bool) -> None:
+    """Check that a job without marker may begin in this root.
+
+    Raises:
+        ConfigError: the root has other jobs and nothing of this one, and that was not said to be meant.
+    """
+    others = [] if new_job or store.listdir(generations_dir(job)) else [name for name in jobs_in(store) if name != job]
+    if others:
+        raise ConfigError(
+            f"job {job!r} is new in root {store.url}, which has {', '.join(repr(o) for o in others[:8])}",
+            now="nothing was written",
+            todo="check the job's name; if it is meant to be new here: new_job=True, FTCKPT_NEW_JOB=1, or a root of its own",
+        )
+
+
 def _claim(store: BlobStore, want: Marker, *, new_job: bool, bind: bool) -> Marker:
     """The same for one tier."""
     job, have = want.job, read_marker(store, want.job)
     if have is None:
-        others = [] if new_job or store.listdir(generations_dir(job)) else [name for name in jobs_in(store) if name != job]
-        if others:
-            raise ConfigError(
-                f"job {job!r} is new in root {store.url}, which has {', '.join(repr(o) for o in others[:8])}",
-                now="nothing was written",
-                todo="check the job's name; if it is meant to be new here: new_job=True, FTCKPT_NEW_JOB=1, or a root of its own",
-            )
+        check_room(store, job, new_job=new_job)
         mark = want if bind else msgspec.structs.replace(want, log="")
         if store.put(f"{job}/{MARKER}", encode(mark), if_absent=True):
             return mark

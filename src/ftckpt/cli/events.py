@@ -23,7 +23,7 @@ def events(
     limit: Annotated[int, typer.Option("--limit", "-n", help="How many of the newest.", min=1)] = 100,
     json: common.Json = False,
 ) -> None:
-    """Show heals, fallbacks, refusals and failures with their reasons, oldest first."""
+    """Show resumes and what they passed over, heals, refusals and other news with their reasons, oldest first."""
     with common.opened(job, root, log, config, timeout) as parts:
         found = sorted(parts.log.events(limit=limit), key=lambda e: e.time)
     if json:

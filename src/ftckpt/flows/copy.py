@@ -19,7 +19,7 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
-from ftckpt.errors import StoreError
+from ftckpt.errors import NotFound, StoreError
 from ftckpt.flows.holders import Referring
 from ftckpt.flows.read import open_shard, read_manifest, read_small
 from ftckpt.flows.verify import Progress, verify
@@ -75,12 +75,20 @@ def copy_generation(
 
     Raises:
         Damaged: the source does not match its digests; the target has no manifest of it, and so no generation.
+        NotFound: with ``as_it_is``, the target lacks files that it refers to; nothing was copied.
         StoreError: reading or writing failed, or the target has something else under that name.
     """
     manifest, data = read_manifest(source, job, location, entry)
     work = _Copy(source, target, job, location, progress or (lambda file, count: None))
     where = f"{generation_dir(job, location)}/{MANIFEST}"
     whole = bool(manifest.refers) and not as_it_is
+    if as_it_is and (lacking := [r for r in manifest.refers if not target.exists(f"{generation_dir(job, r.location)}/{r.file}")]):
+        raise NotFound(
+            f"step {manifest.step} refers to files that {target.url} does not have: "
+            + ", ".join(f"{r.location}/{r.file}" for r in lacking[:8]),
+            now="nothing was copied",
+            todo="copy those directories there first, or copy without --tier: such a copy has all its tensors itself",
+        )
     if not whole and target.exists(where) and target.get(where) != data:
         raise _other(target, where)
     for small in (manifest.leaves, *(c.file for c in manifest.cursors)):

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ftckpt import wiring
-from ftckpt.config import Launch, Settings
+from ftckpt.config import Launch, Settings, unknown_variables
 from ftckpt.errors import FtckptError, NothingLoadable
 from ftckpt.flows.doctor_etcd import Check, Grade, look_at_etcd, mib
 from ftckpt.flows.inspect import all_entries
@@ -72,6 +72,8 @@ def _settings(settings: Settings) -> Iterator[Check]:
             name="settings", grade="ok", text=", ".join(settings.say(k) for k in ("job", "root", "log", "replica") if getattr(settings, k))
         )
         yield Check(name="deadlines", grade="ok", text="in order")
+    for name in unknown_variables():
+        yield Check(name="environment", grade="note", text=f"{name}: there is no such setting", todo="correct its name, or unset it")
     if settings.min_replica_size is None or settings.max_replicas is None:
         yield Check(
             name="min_replica_size",
@@ -172,6 +174,8 @@ def _resume(settings: Settings, log: CommitLog) -> Iterator[Check]:
             home = wiring.home(settings.root, settings.durable)
             kind = wiring.log_url(settings.log, job=settings.job, root_url=home).partition(":")[0]
             wiring.check_marker(marker, wiring.Marker(job=settings.job, log_kind=kind, log=wiring.vouching(log)), store.url)
+        else:
+            wiring.check_room(store, settings.job, new_job=settings.new_job)
         yield Check(name="resume", grade="ok", text=choose(log, store, settings.job).reasons[0])
     except NothingLoadable as e:
         if not any(r.state == "live" for r in log.replicas()):

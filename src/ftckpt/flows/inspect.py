@@ -12,6 +12,7 @@ from ftckpt.domain.names import generation_dir
 from ftckpt.domain.sources import Situation, doubt
 from ftckpt.errors import Damaged, NotFound, StoreError
 from ftckpt.flows.read import open_generation, read_manifest
+from ftckpt.flows.referrers import referrers
 from ftckpt.flows.rivals import STANDING, TAIL
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
@@ -165,7 +166,12 @@ def listing(log: CommitLog, store: BlobStore, job: str) -> Listing:
         )  # fmt: skip
 
     recorded = {e.location for e in entries}
-    orphans = tuple((f.location, f.why or "complete, not in the log") for f in found.values() if f.location not in recorded)
+    shared = referrers(entries)
+    orphans = tuple(
+        (f.location, f"its record was withdrawn; {shared[f.location]}" if f.location in shared else f.why or "complete, not in the log")
+        for f in found.values()
+        if f.location not in recorded
+    )
     warnings = _warnings(store, job, LogView(uuid=log.uuid(), tail=tail, entries=tuple(entries), damaged=damaged), tuple(found.values()))
     warnings = (*warnings, *(f"tier {tier} does not answer: {why}" for tier, why in downs.items()))
     lines = tuple(line(e) for e in entries)

@@ -372,6 +372,8 @@ class Checkpointer:
             self._joining.sized(self._session.client.arena.slot_bytes)  # with room for what optimizers will hold after a step
         self._loader.restore_rng()
         self._resumed = True
+        for text in report.passed_over if self.group.rank == 0 else ():
+            self._session.client.note("passed-over", text)
         self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
         self._training.tell(self.replica, force=True)
 

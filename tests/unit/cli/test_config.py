@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.config import Deadlines, Settings, env_name, launch, load, reading, setting_keys
+from ftckpt.config import Deadlines, Settings, env_name, launch, load, reading, setting_keys, unknown_variables
 from ftckpt.errors import ConfigError
 
 
@@ -90,10 +90,16 @@ def test_every_unknown_or_misspelt_value_is_said_at_once(tmp_path: Path) -> None
         "slots",
         "deadlines.logs",
         "argument on_busy",
+        "use one of wait, skip",
         "argument colour",
         "environment FTCKPT_KEEP",
     ):
         assert part in text, part
+
+
+def test_variables_that_mean_nothing_are_known_by_name() -> None:
+    env = {"FTCKPT_ROTO": "/x", "FTCKPT_ROOT": "/x", "FTCKPT_DEADLINES_LOG": "1", "FTCKPT_CONFIG": "x", "FTCKPT_RESUME": "{}", "HOME": "/"}
+    assert unknown_variables(env) == ["FTCKPT_DEADLINES_LOG", "FTCKPT_ROTO"]
 
 
 @pytest.mark.parametrize("content", [None, "job = ", b"\xff\xfe"])

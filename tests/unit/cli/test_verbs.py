@@ -229,6 +229,20 @@ def test_every_verb_that_looks_says_that_an_empty_log_cannot_be_the_roots(ftckpt
     assert (doctor.status, resume["grade"], said in resume["text"], "log rebuild" in resume["todo"]) == (1, "wrong", True, True)
 
 
+@pytest.mark.covers("F30")
+def test_doctor_says_that_a_new_name_in_a_root_of_others_would_be_refused(ftckpt: Any, job: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resume() -> tuple[int, str, str]:
+        ran = ftckpt("doctor", "mistyped", "--json")
+        found = next(c for c in ran.json["checks"] if c["name"] == "resume")
+        return ran.status, found["grade"], found["todo"]
+
+    status, grade, todo = resume()
+    assert (status, grade, "FTCKPT_NEW_JOB=1" in todo) == (1, "wrong", True)
+    assert not (job.root / "mistyped").exists()
+    monkeypatch.setenv("FTCKPT_NEW_JOB", "1")
+    assert resume()[:2] == (0, "ok")
+
+
 @pytest.mark.covers("I8")
 def test_a_log_that_is_not_the_roots_is_said(ftckpt: Any, job: World, tmp_path: Path) -> None:
     wiring.claim_root(job.store, JOB, log=job.log.url, uuid=job.log.uuid())

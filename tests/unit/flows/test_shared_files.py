@@ -9,8 +9,10 @@ from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.keep import KeepLast
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import StoreError, Withdrawn
+from ftckpt.errors import NotFound, StoreError, Withdrawn
+from ftckpt.flows.copy import copy_generation
 from ftckpt.flows.gc import GcReport, collect
+from ftckpt.flows.inspect import listing
 from ftckpt.flows.leftovers import DOOMED
 from ftckpt.flows.log_check import log_check
 from ftckpt.flows.log_rebuild import plan_rebuild, rebuild
@@ -144,6 +146,23 @@ def test_what_could_be_appended_but_for_its_base_is_not() -> None:
     assert run.there() == {first.location, waiting.location, third.location}
     assert any("vouches for the files that it refers to was withdrawn" in left.why for left in report.plan.leftovers)
     assert verify(run.store, JOB, waiting.location).sound
+
+
+def test_a_directory_without_record_whose_files_are_needed_is_listed_as_such() -> None:
+    run = Run()
+    first, _, _ = run.save(), run.save(), run.save()
+    run.clean(keep=2)
+    assert listing(run.log, run.store, JOB).orphans == ((first.location, "its record was withdrawn; #2 and 1 more refer to its files"),)
+
+
+def test_a_copy_as_it_is_needs_what_it_refers_to_in_the_target_and_begins_nothing_without() -> None:
+    run, target = Run(), MemoryStore()
+    first, second = run.save(), run.save()
+    with pytest.raises(NotFound, match=first.location):
+        copy_generation(run.store, target, JOB, second.location, second, as_it_is=True)
+    assert target.listdir(f"{JOB}/generations") == []
+    for entry in (first, second):
+        copy_generation(run.store, target, JOB, entry.location, entry, as_it_is=True, full=True)
 
 
 @pytest.mark.covers("D13", "I7")
