@@ -67,7 +67,11 @@ def open_parts(settings: Settings, *, write: bool) -> Opened:
 
 
 def _make_durable(settings: Settings) -> None:
-    """Make the directory of a durable tier that this job has never used; one that it has used and that is gone is not mounted."""
+    """Make the directory of a durable tier that this job has never used; one that it has used and that is gone is not mounted.
+
+    Raises:
+        NotFound: the log would be in it, too, so that nothing could tell a new job from a mount that is missing (I8).
+    """
     path = root_path(settings.durable)
     if path is None or path.is_dir():
         return
@@ -76,8 +80,16 @@ def _make_durable(settings: Settings) -> None:
         first = open_store(settings.root)
         marker = read_marker(first, settings.job)
         first.close()
-    if marker is None or not marker.durable:
-        open_store(settings.durable, create=True, write=True).close()
+    if marker is not None and marker.durable:
+        return
+    log = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
+    if log.startswith(f"sqlite://{path}/"):
+        raise NotFound(
+            f"durable tier {path} does not exist, and the commit log would be in it",
+            now="nothing was changed",
+            todo="mount it; for a new job create the directory",
+        )
+    open_store(settings.durable, create=True, write=True).close()
 
 
 def open_agent(settings: Settings, parts: Opened) -> AgentClient:

@@ -17,10 +17,11 @@ import pytest
 from jobkit import Jobs, Run
 from torch import nn
 
-from ftckpt import Checkpointer, digest_of, load_model
-from ftckpt.errors import ConfigError, DeadlineExceeded
+from ftckpt import Checkpointer, config, digest_of, load_model
+from ftckpt.errors import ConfigError, DeadlineExceeded, NotFound
 from ftckpt.flows.verify import verify
 from ftckpt.link import launch
+from ftckpt.trainer.opening import open_parts
 from ftckpt.wiring import open_log, open_store
 from unit.stores.s3_server import make_bucket, proxy, s3_server
 
@@ -266,3 +267,17 @@ def test_both_tiers_stay_bound_to_each_other(here: Callable[..., Checkpointer], 
     with pytest.raises(ConfigError, match="not mounted, or was emptied"):
         here(durable=str(durable))
     assert list(durable.iterdir()) == []
+
+
+@pytest.mark.covers("I8")
+@pytest.mark.parametrize("log", ["", "sqlite://{durable}/gpt/commit-log.sqlite3"], ids=["beside", "given"])
+def test_a_new_host_without_the_mount_that_has_log_and_durable_tier_does_not_start(tmp_path: Path, log: str) -> None:
+    first, durable = tmp_path / "first", tmp_path / "durable"
+    settings = config.load({"job": "gpt", "root": str(first), "durable": str(durable), "log": log.format(durable=durable)}, env={})
+    with pytest.raises(NotFound, match="the commit log would be in it"):
+        open_parts(settings, write=True)
+    assert list(tmp_path.iterdir()) == []
+    durable.mkdir()
+    parts = open_parts(settings, write=True)
+    for part in (parts.store, parts.log, parts.group):
+        part.close()
