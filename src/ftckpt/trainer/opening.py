@@ -9,9 +9,11 @@ from typing import NamedTuple
 from ftckpt.config import Settings
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import ConfigError, NotFound
+from ftckpt.flows.place import check_bound
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.stores.tiered import TieredStore
 from ftckpt.trainer.group import Group
 from ftckpt.wiring import (
     agent_config,
@@ -115,7 +117,13 @@ def open_agent(settings: Settings, parts: Opened) -> AgentClient:
 
 
 def bind_root(settings: Settings, store: BlobStore, tail: Entry) -> None:
-    """Write into the root which log vouches for it: the one that has this entry."""
+    """Write into the root which log vouches for it: the one that has this entry.
+
+    Raises:
+        ConfigError: another log does. StoreError: the root, or its durable tier, does not answer now.
+    """
+    if isinstance(store, TieredStore):
+        check_bound(store.durable, settings.job)
     url = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
     claim_root(store, settings.job, log=url, uuid=tail.log, new_job=True)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from collections.abc import Mapping
 
 from ftckpt.config import Settings
 from ftckpt.domain.policy import Moment, Policy
-from ftckpt.errors import ConfigError, SaveFailed
+from ftckpt.errors import ConfigError, SaveFailed, StoreError
 from ftckpt.ports import BlobStore
 from ftckpt.trainer.background import Background
 from ftckpt.trainer.events import Captured, Events, Saving
@@ -21,6 +23,10 @@ from ftckpt.trainer.resuming import ResumeReport
 from ftckpt.trainer.saving import Saver
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.tail import TailReader
+
+logger = logging.getLogger("ftckpt")
+
+BIND_AGAIN_S = 30.0  # between two tries to write into a root that is away which log vouches for it
 
 
 class Training:
@@ -48,7 +54,7 @@ class Training:
         self._ordinals = itertools.count(1)  # of this process's saves: attempts are named by them
         self._saver: Saver | None = None
         self._last: Outcome | None = None  # of the newest committed step
-        self._bound = False
+        self._bound, self._bind_at = False, 0.0
 
     def begin(self, replica: Replica, report: ResumeReport) -> None:
         """Go on from what was loaded."""
@@ -96,11 +102,17 @@ class Training:
         self._background.tell(replica, writer=self._last is not None and self._last.writer, force=force)
 
     def bind(self) -> None:
-        """Once the log has an entry, the root names it, so that a start with another log is refused."""
-        tail = None if self._bound or self._group.rank != 0 else self._tail.known()
+        """Once the log has an entry, the root names it, so that a start with another log is refused. A root that is away is asked again later."""
+        if self._bound or self._group.rank != 0 or time.monotonic() < self._bind_at:
+            return
+        tail = self._tail.known()
         if tail is not None:
             self._bound = True
-            bind_root(self._settings, self._store, tail)
+            try:
+                bind_root(self._settings, self._store, tail)
+            except StoreError as e:
+                logger.warning("which log vouches for the root could not be written there yet: %s", e.what)
+                self._bound, self._bind_at = False, time.monotonic() + BIND_AGAIN_S
 
     # ------------------------------------------------------------------ inside
     def _due(self, replica: Replica, *, ending: bool) -> bool:

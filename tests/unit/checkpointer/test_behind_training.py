@@ -9,9 +9,11 @@ import pytest
 
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.policy import Every
+from ftckpt.domain.policy import Every, Never
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.errors import DeadlineExceeded, Diverged, FtckptError, SaveFailed
+from ftckpt.stores.memory import MemoryStore
+from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.trainer.background import Background
 from ftckpt.trainer.checkpointer import Checkpointer
 from ftckpt.trainer.events import Events
@@ -19,6 +21,7 @@ from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.replicas.base import Outcome
 from ftckpt.trainer.tail import TailReader
 from ftckpt.trainer.training import Training
+from ftckpt.wiring import read_marker
 
 
 def states(count: int, nonce: int = 1) -> list[Trajectory]:
@@ -67,7 +70,7 @@ class Rank:
         self.notes: list[str] = []
         self.pending: list[Exception] = []
         client = SimpleNamespace(
-            stray="the tail is not an ancestor", alive=True, tail=log.tail(), raise_pending=self._raise,
+            stray="the tail is not an ancestor", alive=True, tail=log.tail(), pending=[], warnings=lambda: [], raise_pending=self._raise,
             note=lambda kind, text, detail=None: self.notes.append(kind), warnings=lambda: (),
         )  # fmt: skip
         session: Any = SimpleNamespace(client=client)
@@ -161,3 +164,22 @@ def test_closing_tells_every_failure_that_was_not_told_yet(ending: bool) -> None
     told = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     for text in ("disk full", "no such bucket", *(["no end of work"] if ending else [])):
         assert sum(text in line for line in told) == 1
+
+
+@pytest.mark.covers("I13")
+def test_a_root_that_is_away_when_it_is_to_be_bound_does_not_end_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, store = MemoryLog("job"), FaultyStore(MemoryStore(), Fault(op="put"))
+    settings: Any = SimpleNamespace(job="job", root="memory://r", durable="", log="memory://l")
+    client: Any = SimpleNamespace(tail=generation(log, states(1)[1]))
+    training = Training(
+        settings, Never(), SimpleNamespace(rank=0), store, None, None, TailReader(log, client), None, Events()  # type: ignore[arg-type]
+    )  # fmt: skip
+    training.bind()
+    assert read_marker(store, "job") is None
+    training.bind()  # not at every step
+    assert read_marker(store, "job") is None
+    monkeypatch.setattr("ftckpt.trainer.training.time", SimpleNamespace(monotonic=lambda: 1e12))
+    training.bind()
+    marker = read_marker(store, "job")
+    assert marker is not None
+    assert marker.log == log.uuid()
