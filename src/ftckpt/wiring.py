@@ -281,7 +281,9 @@ def _sqlite_path(url: str, *, given: bool) -> Path:
         )
     if given and not path.parent.is_dir() and not path.parent.parent.is_dir():
         raise ConfigError(
-            f"log {url!r}: there is no directory {path.parent}", now="nothing was changed", todo="check the path, or create the directory"
+            f"log {url!r}: there is no directory {path.parent}",
+            now="nothing was changed",
+            todo="check the path, and that it is mounted; for a new log make the directory",
         )
     return path
 

@@ -20,7 +20,12 @@ def register(app: typer.Typer) -> None:
 def import_(
     job: common.Job,
     source: Annotated[
-        str, typer.Option("--from", help="Safetensors (file or directory), .pt file, DCP directory, or a generation.", show_default=False)
+        str,
+        typer.Option(
+            "--from",
+            help="Safetensors (file or directory), .pt file, DCP directory, a generation, or a job in this root.",
+            show_default=False,
+        ),
     ],
     format_: Annotated[str, typer.Option("--format", help="auto, safetensors, torch, ftckpt, or dcp, which must be named.")] = "auto",
     key: Annotated[
@@ -41,7 +46,7 @@ def import_(
     from contextlib import ExitStack
 
     from ftckpt.cli.verify import progress_bar
-    from ftckpt.flows.locate import located
+    from ftckpt.flows.locate import is_path, located
     from ftckpt.interop.importing import import_weights
     from ftckpt.interop.view import GenerationWeights
     from ftckpt.interop.weights import Weights
@@ -49,12 +54,14 @@ def import_(
     from ftckpt.trainer.warmstart import open_weights, recognise
 
     names = read_names(name_map)
-    kind = recognise(source) if format_ == "auto" else format_
+    place = Path(source) if Path(source).exists() else source  # a bare name may also be that of a job in this root
+    kind = recognise(place) if format_ == "auto" else format_
     with common.opened(job, root, log, config, must_exist=False) as parts, ExitStack() as stack:
         if kind == "ftckpt":
-            weights: Weights = GenerationWeights(stack.enter_context(located(source)), key or "model")
+            found = located(place) if is_path(place) else located(place, root=root, log=log, settings_file=config)
+            weights: Weights = GenerationWeights(stack.enter_context(found), key or "model")
         else:
-            weights = open_weights(source, kind, key)
+            weights = open_weights(place, kind, key)
         stack.enter_context(weights)
         wiring.claim_root(parts.store, job, log=parts.log_url, uuid=wiring.vouching(parts.log), new_job=new_job)
         with progress_bar(0, "importing") as progress:

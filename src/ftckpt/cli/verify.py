@@ -72,7 +72,7 @@ def verify(
         lines = "\n  ".join(f"step {r.step} ({r.location}): {f.file}: {f.fault}" for r in bad for f in r.files if f.fault)
         raise Damaged(
             f"{len(bad)} of {len(reports)} generations of job {job!r} are damaged\n  {lines}", now="nothing was changed",
-            todo="bring the named files back from a copy; resume takes the newest generation that verifies",
+            todo="bring the named files back from a copy, or make them readable; resume takes the newest generation that verifies",
         )  # fmt: skip
 
 

@@ -112,10 +112,10 @@ def recognise(source: str | os.PathLike[str]) -> Format:
     Raises:
         NotFound: it is nothing known. ConfigError: it is a DCP directory, which must be named as such.
     """
-    if not is_path(source):
-        return "ftckpt"
     text = os.fspath(source)
     path = Path(text.removeprefix("file://")).expanduser()
+    if not is_path(source) and not (path.suffix in (SUFFIX, *_TORCH) and path.is_file()):  # a file's bare name is no job's
+        return "ftckpt"
     if path.is_file():
         if path.suffix == SUFFIX:
             return "safetensors"

@@ -80,3 +80,23 @@ def test_other_sources_and_a_cast(tmp_path, run):
     status, _, err = run("import", "three", "--from", tmp_path / "nothing.pt", "--new-job")
     assert status == 3
     assert "nothing was loaded" in err
+
+
+def test_a_bare_name_is_a_file_or_directory_here_else_a_job_in_the_given_root(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FTCKPT_ROOT")
+    given = net(3)
+    (tmp_path / "there").mkdir()
+    for file in ("w.safetensors", "there/w.safetensors"):
+        save_file(given.state_dict(), tmp_path / file)
+    for job, source in (("one", "w.safetensors"), ("two", "there"), ("three", "one")):
+        assert run("import", job, "--from", source, "--root", "root", "--new-job")[0] == 0
+        ftckpt.load_model(job, fresh := net(4), root=tmp_path / "root")
+        assert equal(fresh.state_dict(), given.state_dict())
+    status, _, err = run("import", "four", "--from", "mistyped", "--root", "root", "--new-job")
+    assert (status, "'mistyped'" in err, (tmp_path / "root" / "four").exists()) == (3, True, False)
+    (tmp_path / "w.pt").write_bytes(b"junk")
+    with opened(tmp_path, job="five", new_job=True) as ckpt:
+        ckpt.register(model=net(5))
+        with pytest.raises(ftckpt.errors.Damaged, match="plain weights"):
+            ckpt.warm_start("w.pt")
