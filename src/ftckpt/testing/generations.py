@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ftckpt.domain.ledger import Append, Entry, Participant, judge
 from ftckpt.domain.names import GenerationName, attempt_id, cursor_file, generation_dir, member_id, shard_file
 from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
-from ftckpt.errors import TailMoved
+from ftckpt.errors import Damaged, NotFound, TailMoved
 from ftckpt.flows.read import open_shard, read_manifest
 from ftckpt.format.gather import Gathered
 from ftckpt.format.leaves import encode_leaves, encode_tree
@@ -240,14 +241,15 @@ def _shard(
 
 
 def _known(store: BlobStore, job: str, before: Entry | None, rank: int) -> dict[Key, Place]:
-    """What the generation before has, as an agent that starts anew learns it."""
+    """What the generation before has, as an agent that starts anew learns it: what cannot be read is not referred to."""
     if before is None:
         return {}
-    manifest, _ = read_manifest(store, job, before.location, before)
-    for info in (s for s in manifest.shards if s.rank == rank):
-        reader, image = open_shard(store, job, before.location, info)
-        with reader:
-            return known_boxes(image.table, holder_of(before.location, info))
+    with suppress(Damaged, NotFound):
+        manifest, _ = read_manifest(store, job, before.location, before)
+        for info in (s for s in manifest.shards if s.rank == rank):
+            reader, image = open_shard(store, job, before.location, info)
+            with reader:
+                return known_boxes(image.table, holder_of(before.location, info))
     return {}
 
 
