@@ -70,7 +70,7 @@ class Rank:
         self.notes: list[str] = []
         self.pending: list[Exception] = []
         client = SimpleNamespace(
-            stray="the tail is not an ancestor", alive=True, tail=log.tail(), pending=[], warnings=lambda: [], raise_pending=self._raise,
+            stray="the tail is not an ancestor", alive=True, tail=log.tail(), pending=[], raise_pending=self._raise,
             note=lambda kind, text, detail=None: self.notes.append(kind), warnings=lambda: (),
         )  # fmt: skip
         session: Any = SimpleNamespace(client=client)
