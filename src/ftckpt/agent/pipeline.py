@@ -121,6 +121,11 @@ class Pipeline:
         self._persist.share.settle()
 
     @property
+    def writing(self) -> bool:
+        """Whether a shard of this rank's is still to be written."""
+        return not self._persisting.idle or not self.journal.clean
+
+    @property
     def working(self) -> bool:
         """Whether anything that must be finished is not."""
         workers = (self._persisting, self._assembling, self._committing, self._retaining)

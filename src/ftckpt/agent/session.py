@@ -35,7 +35,7 @@ class Session:
         self.bye = False
         self._pipeline = pipeline
         self._layouts: dict[int, m.Layout] = {}
-        self._drains: list[int] = []
+        self._drains: list[m.Drain] = []
         self._own = str(member_id(config.replica))
         self._moved_on = False
 
@@ -68,8 +68,8 @@ class Session:
                 pipeline.slots.attach(self.number, number, Arena.attach(self.channel.take_fd(), slots, slot_bytes))
             case m.Recall(token=token, count=count):
                 pipeline.recall(count, lambda found: pipeline.desk.post(self.number, _answer(token, found)))
-            case m.Drain(token=token):
-                self._drains.append(token)
+            case m.Drain():
+                self._drains.append(message)
             case m.Bye():
                 self.bye = True
             case m.Hello():
@@ -77,10 +77,10 @@ class Session:
 
     def answer_drains(self) -> None:
         """Answer what asked for the end of work in flight, if nothing is; also of what an earlier trainer had saved (it is resumed from)."""
-        if self._drains and not self._pipeline.desk.flight() and self._pipeline.journal.clean:
-            for token in self._drains:
-                self.channel.post(m.Drained(token=token, failed=self._pipeline.desk.failed(self.number)))
-            self._drains.clear()
+        done = not self._pipeline.desk.flight() and self._pipeline.journal.clean
+        for drain in [d for d in self._drains if done or (d.written and not self._pipeline.writing)]:
+            self.channel.post(m.Drained(token=drain.token, failed=self._pipeline.desk.failed(self.number)))
+            self._drains.remove(drain)
 
     @property
     def draining(self) -> bool:

@@ -31,7 +31,7 @@ Signatures (all durations are seconds; every call ends within its timeout or ``c
     .note(kind: str, text: str, detail: dict = {}) -> None
 
     # ends
-    .drain(timeout: float) -> int                                 nothing in flight any more; number of failed saves
+    .drain(timeout: float, *, written=False) -> int               nothing in flight any more; number of failed saves
     .raise_pending() -> None                                      raises a kept background failure, each once
     .owe(error: FtckptError) -> None                              one that could not be raised: raise_pending does it
     .reopen() -> AgentClient                                      after the agent's death (arena, layouts and failures carried over)
@@ -275,13 +275,16 @@ class AgentClient:
         self._send(m.Note(kind=kind, text=text, detail=detail or {}))
 
     # ------------------------------------------------------------ ends
-    def drain(self, timeout: float) -> int:
+    def drain(self, timeout: float, *, written: bool = False) -> int:
         """Wait until nothing is in flight; returns how many saves have failed since this trainer attached.
+
+        Args:
+            written: wait only until what this agent itself has to write is durable, whatever else is missing to a commit.
 
         Raises:
             DeadlineExceeded: work is left.
         """
-        answer = self._inbox.ask(lambda token: self._send(m.Drain(token=token)), timeout, "end of work in flight")
+        answer = self._inbox.ask(lambda token: self._send(m.Drain(token=token, written=written)), timeout, "end of work in flight")
         return answer.failed if isinstance(answer, m.Drained) else 0
 
     def raise_pending(self) -> None:

@@ -133,9 +133,10 @@ class Note(_Msg, frozen=True, kw_only=True):
 
 
 class Drain(_Msg, frozen=True, kw_only=True):
-    """Answer ``Drained`` when nothing is in flight any more."""
+    """Answer ``Drained`` when nothing is in flight any more; with ``written`` when this agent has nothing more to write itself."""
 
     token: int
+    written: bool = False
 
 
 class Recall(_Msg, frozen=True, kw_only=True):

@@ -12,12 +12,13 @@ from ftckpt import config
 from ftckpt.config import Settings
 from ftckpt.domain.policy import Never, Policy
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import ConfigError, DeadlineExceeded
+from ftckpt.errors import ConfigError
 from ftckpt.link.client import AgentClient
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer import exiting
 from ftckpt.trainer.background import Background
 from ftckpt.trainer.events import E, Events
+from ftckpt.trainer.finishing import Finishing
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle
 from ftckpt.trainer.joining import Joining
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
     from ftckpt.trainer.replicas.manager import FtManager
 
 logger = logging.getLogger("ftckpt")
-
-FINISH_S = (
-    60.0  # how long a start waits for what its agent still holds of the last one; a rank that was killed before it saved holds up no longer
-)
 
 
 class Checkpointer:
@@ -84,6 +81,7 @@ class Checkpointer:
         self._training = Training(
             settings, policy, group, store, self._session, self._loaders, self._tail, self._background, self._events
         )  # fmt: skip
+        self._finishing = Finishing(group)
         self._resumer: Resumer | None = None
         self._resumed = self._closed = False
 
@@ -379,12 +377,8 @@ class Checkpointer:
 
     def _await_agent(self) -> None:
         """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
-        if not (self._session.client.reattached or self._resumed):
-            return
-        try:
-            self._session.client.drain(min(FINISH_S, self.settings.deadlines.close_s))
-        except DeadlineExceeded as e:
-            logger.warning("resume: the agent of this rank still holds an unfinished save: %s", e.what)
+        client = self._session.client
+        self._finishing.wait(client, client.reattached or self._resumed, self.settings.deadlines.close_s)
 
     def _make_resumer(self) -> Resumer:
         if self._resumer is None:

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_harness import Rig, Trainer, until
+from agent_harness import Rig, Trainer, table_of, until
 
 from ftckpt.domain.ledger import Participant
 from ftckpt.domain.names import attempt_id, member_id
-from ftckpt.errors import LogRegressed, Mismatch, SaveFailed, StoreError
+from ftckpt.errors import DeadlineExceeded, LogRegressed, Mismatch, SaveFailed, StoreError
 from ftckpt.format.manifest import Intent, decode
 
 
@@ -332,3 +332,15 @@ def test_group_announces_the_agents_of_all_its_ranks(rig: Rig) -> None:
     assert log.replicas()[0].agents == ("http://h:1", "http://h:2")
     assert "agents" not in log.replicas()[0].detail
     log.close()
+
+
+@pytest.mark.covers("I6", "I11")
+def test_what_a_rank_itself_holds_is_written_whatever_the_other_ranks_do(rig: Rig) -> None:
+    zero = rig.trainer(rank=0, world=2, receipts_s=60.0)
+    zero.table = table_of(50_000_000, "model/w0")  # 200 MB: not written in an instant
+    handle = zero.save()
+    zero.client.drain(60.0, written=True)
+    assert list((rig.tmp / "root").glob("job/generations/*/shard-00000-of-00002.safetensors"))
+    assert not handle.done
+    with pytest.raises(DeadlineExceeded):  # rank 1 never saved
+        zero.client.drain(0.5)
