@@ -15,7 +15,7 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.lineage import LogView
 from ftckpt.domain.names import generation_dir
 from ftckpt.domain.retention import RetentionPlan, Verdict, plan
-from ftckpt.errors import Damaged, FtckptError, LogRegressed, LogUnreachable, TailMoved
+from ftckpt.errors import ConfigError, Damaged, FtckptError, LogRegressed, LogUnreachable, NotFound, TailMoved
 from ftckpt.flows.leftovers import Leftover, leftovers, mark_in, names_in, unrecorded
 from ftckpt.flows.referrers import being_read, referrers
 from ftckpt.flows.select import view
@@ -156,7 +156,7 @@ def _check_current(store: BlobStore, job: str, names: tuple[str, ...], seen: Log
         path = f"{generation_dir(job, name)}/{MANIFEST}"
         try:
             claims = decode(store.get(path), Manifest, path)
-        except FtckptError:
+        except (ConfigError, Damaged, NotFound):  # what the store fails to give now may be the proof
             continue
         if claims.log and claims.log == seen.uuid and claims.known_tail > last:
             raise LogRegressed(
@@ -170,7 +170,7 @@ def _check_mark(store: BlobStore, job: str, name: str, uuid: str, last: int) -> 
     """A record is only marked for withdrawal while later ones are there."""
     try:
         mark = mark_in(store, generation_dir(job, name))
-    except FtckptError:
+    except (ConfigError, Damaged, NotFound):
         return
     if mark is not None and mark.log == uuid and mark.index >= last:
         raise LogRegressed(

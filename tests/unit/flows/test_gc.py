@@ -14,7 +14,7 @@ import pytest
 
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.keep import KeepLast, parse_keep
-from ftckpt.errors import Damaged, LogError, LogRegressed, LogUnreachable
+from ftckpt.errors import Damaged, LogError, LogRegressed, LogUnreachable, StoreError
 from ftckpt.flows.gc import collect, make_plan
 from ftckpt.flows.leftovers import DOOMED, Mark
 from ftckpt.flows.readers import reading
@@ -434,6 +434,28 @@ def test_a_log_that_went_back_deletes_nothing(tmp_path: Path) -> None:
         orphan = msgspec.json.decode(w.store.get(w.path(w.entries[2], "manifest.json")))
         w.store.put(w.path(w.entries[2], "manifest.json"), msgspec.json.encode({**orphan, "log": log.uuid(), "known_tail": 2}))
         with pytest.raises(LogRegressed):
+            collect(log, w.store, JOB, KeepLast(1), drain_s=0.1)
+        assert len(log.entries()) == 2
+
+
+@pytest.mark.covers("I7")
+@pytest.mark.parametrize("file", ["manifest.json", DOOMED])
+def test_what_the_store_fails_to_give_may_be_the_proof_that_the_log_went_back(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(tmp_path / "root", 5, 10, 15) as w:
+        log, get = MemoryLog(JOB), w.store.get
+        uuid = log.adopt(w.log.entries()[:2])
+        remark(w.store, JOB, log=log.url, uuid=uuid)
+        path = w.path(w.entries[2], file)
+
+        def failing(asked: str) -> bytes:
+            if asked == path:
+                raise StoreError(f"{asked}: input/output error")
+            return get(asked)
+
+        monkeypatch.setattr(w.store, "get", failing)
+        with pytest.raises(StoreError, match="input/output"):
             collect(log, w.store, JOB, KeepLast(1), drain_s=0.1)
         assert len(log.entries()) == 2
 
