@@ -28,8 +28,10 @@ def test_a_seed_gives_the_same_schedule_again_and_another_seed_another() -> None
 def test_every_possible_kind_comes_and_its_hold_is_within_bounds() -> None:
     kinds = possible(["peers", "group", "etcd", "etcd3", "network", "proxies", "small-disk"])
     assert set(kinds) == set(KINDS)
-    drawn = first(1, kinds, 4000)
-    assert {p.kind for p in drawn} == set(kinds)
+    drawn = first(1, kinds, 10 * len(kinds))
+    rounds = [drawn[i : i + len(kinds)] for i in range(0, len(drawn), len(kinds))]
+    assert all({p.kind for p in one} == set(kinds) for one in rounds)  # each once before any comes again
+    assert rounds[0] != rounds[1]
     assert all(KINDS[p.kind].hold[0] <= p.hold <= KINDS[p.kind].hold[1] for p in drawn)
     assert {p.wait for p in drawn} == {"healthy", "moment"}
 

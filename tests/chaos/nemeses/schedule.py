@@ -20,7 +20,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         needs: what the job must have, all of it: "group" (a torchrun launcher), "peers" (a lighthouse), "etcd", "etcd3" (three members),
             "network" (namespaces), "proxies" (an etcd, and no network), "small-disk".
         hold: (least, most) seconds until it is undone; (0, 0) for faults that need no undoing.
-        weight: how often it is drawn.
+        weight: how early in a round it tends to come.
         willing: seconds that it waits until it can be done.
     """
 
@@ -123,7 +123,7 @@ def possible(needs: Sequence[str], only: Sequence[str] = ()) -> list[str]:
 
 
 def schedule(seed: int, kinds: Sequence[str], *, overlap: float = 0.25, span: float = 20.0) -> Iterator[Planned]:
-    """Faults without end.
+    """Faults without end, in rounds: each kind comes once, in an order that the seed draws, before any comes again.
 
     Args:
         kinds: names to draw from.
@@ -133,14 +133,19 @@ def schedule(seed: int, kinds: Sequence[str], *, overlap: float = 0.25, span: fl
     rng = random.Random(f"{seed} {' '.join(sorted(kinds))}")
     names = sorted(kinds)
     while True:
-        kind = KINDS[rng.choices(names, [KINDS[n].weight for n in names])[0]]
-        now = rng.random() < overlap
-        yield Planned(
-            kind=kind.name,
-            wait="moment" if now else "healthy",
-            gap=round(rng.uniform(0.05, span if now else 4.0), 3),
-            target=rng.randrange(1 << 16),
-            rank=rng.randrange(1 << 16),
-            hold=round(rng.uniform(*kind.hold), 3),
-            dice=rng.randrange(1 << 32),
-        )
+        # without replacement, by weight: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006)
+        for name in sorted(names, key=lambda n: rng.random() ** (1 / KINDS[n].weight), reverse=True):
+            yield _planned(KINDS[name], rng, overlap, span)
+
+
+def _planned(kind: Kind, rng: random.Random, overlap: float, span: float) -> Planned:
+    now = rng.random() < overlap
+    return Planned(
+        kind=kind.name,
+        wait="moment" if now else "healthy",
+        gap=round(rng.uniform(0.05, span if now else 4.0), 3),
+        target=rng.randrange(1 << 16),
+        rank=rng.randrange(1 << 16),
+        hold=round(rng.uniform(*kind.hold), 3),
+        dice=rng.randrange(1 << 32),
+    )
