@@ -1,6 +1,6 @@
 """The protocols between the parts: bytes at rest, the commit log, time. Implementations live in stores/ and commitlog/.
 
-Nothing here imports an implementation; ``wiring.py`` is the only place where URLs become parts.
+Nothing here imports an implementation; ``wiring`` is the only place where URLs become parts.
 """
 
 from __future__ import annotations
