@@ -61,7 +61,7 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
 
 
 def _store(config: AgentConfig) -> BlobStore:
-    opened = wiring.open_root(config.root, config.durable, acknowledge=config.acknowledge, create=True)
+    opened = wiring.open_root(config.root, config.durable, acknowledge=config.acknowledge, create=bool(config.durable))
     if not isinstance(opened, TieredStore):
         return opened
     return Exchange(opened.first, opened.durable, acknowledge=config.acknowledge)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ftckpt.config import Settings
 from ftckpt.domain.ledger import Entry
-from ftckpt.errors import ConfigError, NotFound
+from ftckpt.errors import ConfigError, NotFound, StoreError
 from ftckpt.flows.place import check_bound
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
@@ -58,7 +58,7 @@ def open_parts(settings: Settings, *, write: bool) -> Opened:
     with ExitStack() as undo:
         durable = settings.durable if write else durable_tier(settings)
         if durable and write:
-            _make_durable(settings)
+            _require_durable(settings)
         store = open_root(settings.root, durable, acknowledge=settings.acknowledge, create=write and bool(durable), write=write)
         undo.callback(store.close)
         log = open_log(settings.log, job=settings.job, root_url=home(settings.root, durable), timeout=settings.deadlines.log_s)
@@ -68,14 +68,13 @@ def open_parts(settings: Settings, *, write: bool) -> Opened:
     return Opened(store, log, group)
 
 
-def _make_durable(settings: Settings) -> None:
-    """Make the directory of a durable tier that this job has never used; one that it has used and that is gone is not mounted.
+def _require_durable(settings: Settings) -> None:
+    """Refuse a durable tier whose directory is missing, unless this host's first tier was bound to it: then it is away for now.
 
     Raises:
-        NotFound: the log would be in it, too, so that nothing could tell a new job from a mount that is missing (I8).
+        NotFound: nothing here could tell a new job from a mount that is missing (I8). StoreError: it cannot be reached or written.
     """
-    path = root_path(settings.durable)
-    if path is None or path.is_dir():
+    if root_path(settings.durable) is None:
         return
     marker = None
     with suppress(NotFound):
@@ -84,14 +83,16 @@ def _make_durable(settings: Settings) -> None:
         first.close()
     if marker is not None and marker.durable:
         return
-    log = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
-    if log.startswith(f"sqlite://{path}/"):
-        raise NotFound(
-            f"durable tier {path} does not exist, and the commit log would be in it",
+    try:
+        open_store(settings.durable, write=True).close()
+    except (NotFound, StoreError) as e:
+        log = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
+        inside = log.startswith(f"sqlite://{root_path(settings.durable)}/")
+        raise type(e)(
+            f"durable tier: {e.what}{', and the commit log would be in it' if inside else ''}",
             now="nothing was changed",
-            todo="mount it; for a new job create the directory",
-        )
-    open_store(settings.durable, create=True, write=True).close()
+            todo="check the path and mount it; for a new job create the directory" if isinstance(e, NotFound) else e.todo,
+        ) from e
 
 
 def open_agent(settings: Settings, parts: Opened) -> AgentClient:

@@ -35,6 +35,7 @@ class Rig:
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
+        (tmp / "root").mkdir(exist_ok=True)
         self.clients: list[Trainer] = []
         self.pids: set[int] = set()
 

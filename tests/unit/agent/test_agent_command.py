@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import msgspec
+import pytest
 from agent_harness import Rig, Trainer, until
 
 from ftckpt.link import launch
@@ -43,6 +44,16 @@ def test_second_agent_for_the_same_rank_is_refused(rig: Rig) -> None:
     assert found.returncode == 11
     assert "another agent for this rank is alive" in found.stderr
     assert trainer.save().wait(10.0) == "committed"
+
+
+@pytest.mark.covers("I8")
+def test_a_root_that_is_missing_is_refused_and_not_made(rig: Rig) -> None:
+    file = rig.tmp / "agent.json"
+    file.write_bytes(msgspec.json.encode(rig.config(root=(rig.tmp / "unmounted").as_uri())))
+    found = run("--config", str(file))
+    assert found.returncode == 3
+    assert "unmounted does not exist" in found.stderr
+    assert not (rig.tmp / "unmounted").exists()
 
 
 def test_configuration_that_cannot_be_used_names_every_field(rig: Rig) -> None:

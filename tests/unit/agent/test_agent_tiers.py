@@ -24,7 +24,7 @@ class Tiers:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.first, self.durable = rig.tmp / "root", rig.tmp / "durable"
-        self.first.mkdir()
+        self.first.mkdir(exist_ok=True)
         self.durable.mkdir()
         self.claim()
 

@@ -18,7 +18,7 @@ from jobkit import Jobs, Run
 from torch import nn
 
 from ftckpt import Checkpointer, config, digest_of, load_model
-from ftckpt.errors import ConfigError, DeadlineExceeded, NotFound
+from ftckpt.errors import ConfigError, DeadlineExceeded, NotFound, StoreError
 from ftckpt.flows.verify import verify
 from ftckpt.link import launch
 from ftckpt.trainer.opening import open_parts
@@ -233,6 +233,7 @@ def here(jobs: Jobs, tmp_path: Path) -> Iterator[Callable[..., Checkpointer]]:
 @pytest.mark.parametrize("acknowledge", ["durable", "first"])
 def test_a_handle_tells_when_the_durable_tier_has_it(here: Callable[..., Checkpointer], tmp_path: Path, acknowledge: str) -> None:
     durable, aside = tmp_path / "durable", tmp_path / "unmounted"
+    durable.mkdir()
     with here(durable=str(durable), acknowledge=acknowledge) as ckpt:
         ckpt.register(model=nn.Linear(4, 4))
         ckpt.resume()
@@ -257,6 +258,7 @@ def test_a_handle_tells_when_the_durable_tier_has_it(here: Callable[..., Checkpo
 @pytest.mark.covers("F30", "I8")
 def test_both_tiers_stay_bound_to_each_other(here: Callable[..., Checkpointer], tmp_path: Path) -> None:
     durable = tmp_path / "durable"
+    durable.mkdir()
     here(durable=str(durable)).close()
     with pytest.raises(ConfigError, match="no durable tier was given"):
         here()
@@ -270,14 +272,27 @@ def test_both_tiers_stay_bound_to_each_other(here: Callable[..., Checkpointer], 
 
 
 @pytest.mark.covers("I8")
-@pytest.mark.parametrize("log", ["", "sqlite://{durable}/gpt/commit-log.sqlite3"], ids=["beside", "given"])
-def test_a_new_host_without_the_mount_that_has_log_and_durable_tier_does_not_start(tmp_path: Path, log: str) -> None:
+@pytest.mark.parametrize(
+    "log", ["", "sqlite://{durable}/gpt/commit-log.sqlite3", "sqlite://{first}.sqlite3"], ids=["beside", "given", "elsewhere"]
+)
+def test_a_new_host_without_the_durable_tiers_mount_does_not_start(tmp_path: Path, log: str) -> None:
     first, durable = tmp_path / "first", tmp_path / "durable"
-    settings = config.load({"job": "gpt", "root": str(first), "durable": str(durable), "log": log.format(durable=durable)}, env={})
-    with pytest.raises(NotFound, match="the commit log would be in it"):
+    where = log.format(durable=durable, first=first)
+    settings = config.load({"job": "gpt", "root": str(first), "durable": str(durable), "log": where}, env={})
+    with pytest.raises(NotFound, match=f"durable tier: root {durable} does not exist") as e:
         open_parts(settings, write=True)
+    assert ("the commit log would be in it" in e.value.what) == ("first" not in log)
     assert list(tmp_path.iterdir()) == []
     durable.mkdir()
     parts = open_parts(settings, write=True)
     for part in (parts.store, parts.log, parts.group):
         part.close()
+
+
+@pytest.mark.covers("I8")
+def test_a_durable_tier_that_is_no_directory_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "durable").write_text("")
+    settings = config.load({"job": "gpt", "root": str(tmp_path / "first"), "durable": str(tmp_path / "durable")}, env={})
+    with pytest.raises(StoreError, match=r"durable tier: root .* is not a directory"):
+        open_parts(settings, write=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["durable"]
