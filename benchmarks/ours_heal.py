@@ -43,9 +43,9 @@ def _member(mb: int, folder: Path, replica: str, seed: int, at: _At) -> tuple[Ch
     )
     model, optimizer = build(mb, seed)
     ckpt.register(model=model, optimizer=optimizer)
-    session = ckpt._session  # the carrier is torchft's; here nobody votes, so that only the transfer is measured
+    session = ckpt._rank.session  # the carrier is torchft's; here nobody votes, so that only the transfer is measured
     session.prepare(session.full)
-    carrier = HealCarrier(session, trajectory=at, peers=Peers(ckpt._log, SECRET, replica, 0, bytes))
+    carrier = HealCarrier(session, trajectory=at, peers=Peers(ckpt._rank.log, SECRET, replica, 0, bytes))
     return ckpt, carrier
 
 

@@ -1,48 +1,33 @@
-"""The one object that a training script uses. It wires the parts of this room together; what they decide is theirs."""
+"""The one object that a training script uses: its calls, their words and their checks. It does nothing itself; a rank's parts do (``rank``)."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ftckpt import config
-from ftckpt.config import Settings
 from ftckpt.domain.policy import Never, Policy
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import ConfigError
-from ftckpt.link.client import AgentClient
-from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer import exiting
-from ftckpt.trainer.background import Background
-from ftckpt.trainer.events import E, Events
-from ftckpt.trainer.finishing import Finishing
-from ftckpt.trainer.group import Group
+from ftckpt.trainer.events import E
 from ftckpt.trainer.handle import SaveHandle
-from ftckpt.trainer.joining import Joining
-from ftckpt.trainer.loaders import Loaders, is_loader
-from ftckpt.trainer.loading import GenerationLoader, LoadOptions
+from ftckpt.trainer.loaders import is_loader
+from ftckpt.trainer.loading import LoadOptions
 from ftckpt.trainer.opening import open_agent, open_parts
 from ftckpt.trainer.orphans import DataPolicy
+from ftckpt.trainer.rank import Rank
 from ftckpt.trainer.replicas.base import Outcome, Replica
-from ftckpt.trainer.replicas.solo import SoloReplica
-from ftckpt.trainer.resuming import Resumer, ResumeReport
-from ftckpt.trainer.samples import SampleLedger
-from ftckpt.trainer.session import Session
-from ftckpt.trainer.starting import Starter
-from ftckpt.trainer.states import Scope, StateRegistry
-from ftckpt.trainer.tail import TailReader
-from ftckpt.trainer.training import Training
+from ftckpt.trainer.resuming import ResumeReport
+from ftckpt.trainer.states import Scope
 from ftckpt.trainer.warmstart import WarmOptions, WarmReport
 
 if TYPE_CHECKING:
     import torch
 
     from ftckpt.trainer.replicas.manager import FtManager
-
-logger = logging.getLogger("ftckpt")
 
 
 class Checkpointer:
@@ -56,34 +41,9 @@ class Checkpointer:
 
     read_only = False
 
-    def __init__(
-        self, settings: Settings, policy: Policy, group: Group, store: BlobStore, log: CommitLog, client: AgentClient, resume_word: str
-    ) -> None:
-        self.settings, self.policy, self.group = settings, policy, group
-        self._store, self._log = store, log
-        self.registry, self._loaders = StateRegistry(), Loaders()
-        self._session = Session(client, self.registry, group, settings)
-        self._tail = TailReader(log, client)
-        self._loader = GenerationLoader(store, log, settings.job, group, self.registry, self._loaders)
-        self._replica: Replica | None = None
-        self._manager: FtManager | None = None
-        self._events = Events()
-        self._starter = Starter(
-            settings.job, self.registry, self._make_resumer, self._tail, self._events,
-            word=resume_word, restarts=config.launch().restart_count, must_exist=self.read_only,
-        )  # fmt: skip
-        self._background = Background(self._session, self._tail, self._events, group)
-        self._ledger = SampleLedger()
-        self._joining = Joining(
-            settings, group, self._session, log, self._tail, self._ledger, self._background, self._events,
-            reload=lambda index: self._make_resumer().reload(index),
-        )  # fmt: skip
-        self._training = Training(
-            settings, policy, group, store, self._session, self._loaders, self._tail, self._background, self._events
-        )  # fmt: skip
-        self._finishing = Finishing(group)
-        self._resumer: Resumer | None = None
-        self._resumed = self._closed = False
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.settings, self.group, self.registry = rank.settings, rank.group, rank.registry
 
     # ------------------------------------------------------------------ life
     @classmethod
@@ -133,7 +93,7 @@ class Checkpointer:
         except BaseException:
             parts.close()
             raise
-        return cls(settings, policy if policy is not None else Never(), parts.group, parts.store, parts.log, client, config.launch().resume)
+        return cls(Rank(settings, policy if policy is not None else Never(), parts, client, config.launch().resume, reads_only=False))
 
     def close(self) -> None:
         """End in order: a last save where the policy says so, then wait for what is in flight. May be called twice.
@@ -142,44 +102,19 @@ class Checkpointer:
             FtckptError: a background failure that was not raised yet.
             DeadlineExceeded: saves are still in flight after ``deadlines.close_s``; the agent goes on with them.
         """
-        self._end(ending=True)
+        self._rank.close(ending=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self._end(ending=True)
+            self._rank.close(ending=True)
             return
         try:
-            self._end(ending=False)
+            self._rank.close(ending=False)
         except Exception as e:  # noqa: BLE001  (the training's own error goes on; this one is told with it)
             error.add_note(f"while closing the checkpointer: {type(e).__name__}: {e}")
-
-    def _end(self, *, ending: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if ending and self._resumed:
-                self._training.end(self.replica)
-            if ending and self._session.client.alive:
-                self._session.client.drain(self.settings.deadlines.close_s)
-                self._events.poll()
-                self._training.bind()
-            self._session.client.raise_pending()
-        except Exception as e:
-            self._background.tell_with(e)
-            raise
-        finally:
-            if self._replica is not None:
-                self._replica.close()
-            self._ledger.close()
-            self._session.client.close()
-            self._session.close()
-            self._log.close()
-            self._store.close()
-            self.group.close()
 
     # ------------------------------------------------------------------ setting up
     def torchft_manager(
@@ -201,27 +136,23 @@ class Checkpointer:
         Raises:
             ConfigError: contradictory options, all at once; or it was called twice or after ``resume``.
         """
-        if self._replica is not None:
-            raise ConfigError("torchft_manager() must be called once, before register(), resume() and batches()")
-        manager, self._replica = self._joining.manager(pg, min_replica_size, max_replicas, options)
-        self._manager = manager
-        return manager
+        return self._rank.join(pg, min_replica_size, max_replicas, options)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """The optimizer as this job needs it: torchft's wrapper (which decides commits) with torchft, else as it is."""
-        if self._manager is None:
+        if self._rank.manager is None:
             return optimizer
         from torchft.optim import OptimizerWrapper
 
-        return OptimizerWrapper(self._manager, optimizer)
+        return OptimizerWrapper(self._rank.manager, optimizer)
 
     def hook(self, model: torch.nn.Module) -> torch.nn.Module:
         """Average this model's gradients over the replicas, whatever wraps it (plain, DDP, FSDP2), so that a peer's death costs
         one uncommitted step and not the process. Once, after wrapping; nothing without torchft. Returns the model."""
-        if self._manager is not None:
+        if self._rank.manager is not None:
             from ftckpt.trainer.replicas.hooks import safe_allreduce_hook
 
-            safe_allreduce_hook(self._manager, model)
+            safe_allreduce_hook(self._rank.manager, model)
         return model
 
     def register(self, **states: Any) -> None:
@@ -245,14 +176,14 @@ class Checkpointer:
             only_trainable: models: leave out what needs no gradient.
             cursor: the loader: False does not keep its position; it begins anew at each start, with a warning.
         """
-        if self._resumed:
+        if self._rank.resumed:
             raise ConfigError(
                 f"{name!r} is registered after resume(): its stored value would not be loaded, and the next save would replace it",
                 now="nothing was changed",
                 todo="register every state before resume()",
             )
         if kind == "auto" and scope == "shared" and is_loader(obj):
-            self._loaders.add(name, obj, cursor=cursor)
+            self._rank.loaders.add(name, obj, cursor=cursor)
         else:
             self.registry.add(name, obj, kind=kind, scope=scope, only_trainable=only_trainable)
 
@@ -295,17 +226,17 @@ class Checkpointer:
         if what not in ("all", "weights"):
             raise ConfigError(f"resume(what={what!r}) is not known", now="nothing was loaded", todo='use what="all" or what="weights"')
         options = LoadOptions(
-            only=self._models() if what == "weights" else None,
+            only=[s.name for s in self.registry if s.kind == "module"] if what == "weights" else None,
             exclude=exclude,
             sources=sources,
             strict=strict,
             on_mismatch=on_mismatch,
             with_cursor=what == "all",
-            data=DataPolicy(word=data, replicas=tuple(sorted(replicas)) or self._alone(), make=loaders),
+            data=DataPolicy(word=data, replicas=tuple(sorted(replicas)) or self._rank.alone(), make=loaders),
         )
-        self._await_agent()
-        report = self._starter.resume(options, step, generation, fresh)
-        self._ready(report)
+        self._rank.await_agent()
+        report = self._rank.starter.resume(options, step, generation, fresh)
+        self._rank.ready(report)
         return report
 
     def load_ahead(
@@ -322,8 +253,8 @@ class Checkpointer:
         Raises:
             FtckptError: as ``resume``.
         """
-        self._await_agent()
-        return self._starter.ahead(names, LoadOptions(sources=sources, strict=strict), step, generation)
+        self._rank.await_agent()
+        return self._rank.starter.ahead(names, LoadOptions(sources=sources, strict=strict), step, generation)
 
     def warm_start(
         self,
@@ -351,46 +282,13 @@ class Checkpointer:
                 f"warm_start() has no option {', '.join(strange)}", todo=f"it has {', '.join(WarmOptions.__struct_fields__)} and force"
             )
         told = WarmOptions(**options)
-        self._await_agent()
-        return self._starter.warm_start(source, told, force=force)
+        self._rank.await_agent()
+        return self._rank.starter.warm_start(source, told, force=force)
 
     def on(self, kind: type[E], callback: Callable[[E], object]) -> None:
         """Call ``callback`` with every event of a kind (``ftckpt.Saving``, ``Captured``, ``Committed``, ``Resuming``,
         ``Resumed``, ``WarmStarted``, ``Healed``; ``Event`` for all), on the main thread; what it raises comes out of that call."""
-        self._events.on(kind, callback)
-
-    def _models(self) -> list[str]:
-        return [s.name for s in self.registry if s.kind == "module"]
-
-    def _ready(self, report: ResumeReport) -> None:
-        """Prepare for training from what was loaded."""
-        self._training.begin(self.replica, report)
-        self._session.prepare(self._session.full)
-        if self._session.client.arena is not None:
-            self._joining.sized(self._session.client.arena.slot_bytes)  # with room for what optimizers will hold after a step
-        self._loader.restore_rng()
-        self._resumed = True
-        for text in report.passed_over if self.group.rank == 0 else ():
-            self._session.client.note("passed-over", text)
-        self._session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
-        self._training.tell(self.replica, force=True)
-
-    def _await_agent(self) -> None:
-        """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
-        client = self._session.client
-        self._finishing.wait(client, client.reattached or self._resumed, self.settings.deadlines.close_s)
-
-    def _make_resumer(self) -> Resumer:
-        if self._resumer is None:
-            self._resumer = Resumer(
-                self._store, self._log, self.settings.job, self.group, self._loader, self.replica,
-                fence=self._manager is None, writes=not self.read_only, load_s=self.settings.deadlines.load_s,
-            )  # fmt: skip
-        return self._resumer
-
-    def _alone(self) -> tuple[str, ...]:
-        """The job's replicas where nobody said: without torchft this one."""
-        return () if self._manager is not None else (self.replica.replica,)
+        self._rank.events.on(kind, callback)
 
     # ------------------------------------------------------------------ training
     def batches(self, name: str = "loader", *, audit: bool = False, **options: Any) -> Iterator[Any]:
@@ -403,14 +301,14 @@ class Checkpointer:
             options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...). ``ids``, a function that gives
                 a batch's sample ids, turns the audit on; an ``ElasticLoader`` knows them and takes none of these options.
         """
-        self._need_resumed("batches()")
+        self._rank.need_resumed("batches()")
         if audit or "ids" in options:
-            if self._loaders.kind == "own" and "ids" not in options:
+            if self._rank.loaders.kind == "own" and "ids" not in options:
                 raise ConfigError("audit=True needs ids, a function that gives a batch's sample ids", todo="give ids=")
-            self._ledger.open(self.settings, self.replica, self.group.rank)
-            options.setdefault("record", self._ledger.draw)
+            self._rank.ledger.open(self.settings, self.replica, self.group.rank)
+            options.setdefault("record", self._rank.ledger.draw)
         options.setdefault("ranks", self.group.world_size)
-        return self._loaders.feed(name, self._session, self.replica, after_seek=self._loader.rng_after_seek, **options)
+        return self._rank.loaders.feed(name, self._rank.session, self.replica, after_seek=self._rank.loader.rng_after_seek, **options)
 
     def step(self, metrics: Mapping[str, float] | None = None) -> Outcome:
         """Tell that the optimizer's step is over; saves where the policy says so.
@@ -425,8 +323,8 @@ class Checkpointer:
             FtckptError: a failure in the background (of an earlier save, of the agent).
             Diverged: this state is not on the log's trajectory: end this process.
         """
-        self._need_resumed("step()")
-        return self._training.step(self.replica, metrics or {})
+        self._rank.need_resumed("step()")
+        return self._rank.training.step(self.replica, metrics or {})
 
     @property
     def committed(self) -> bool:
@@ -446,8 +344,8 @@ class Checkpointer:
         Raises:
             ConfigError: nothing was committed since ``resume()``.
         """
-        self._need_resumed("save()")
-        handle = self._training.save(self.replica, metrics or {})
+        self._rank.need_resumed("save()")
+        handle = self._rank.training.save(self.replica, metrics or {})
         if wait:
             handle.wait(self.settings.deadlines.close_s if wait is True else float(wait))
         return handle
@@ -455,7 +353,7 @@ class Checkpointer:
     @property
     def waiting(self) -> int:
         """Saves of this rank that are not in the log yet, for a metric: while the log does not answer it grows, and nothing else stops."""
-        return self._background.waiting
+        return self._rank.background.waiting
 
     @property
     def current_step(self) -> int:
@@ -470,12 +368,4 @@ class Checkpointer:
     @property
     def replica(self) -> Replica:
         """This replica; without torchft one that stands alone."""
-        if self._replica is None:
-            self._replica = SoloReplica(
-                self.settings.job, self.settings.replica, self.group.incarnation, self._ledger.voting, self._ledger.made
-            )
-        return self._replica
-
-    def _need_resumed(self, call: str) -> None:
-        if not self._resumed:
-            raise ConfigError(f"{call} needs a resumed job", todo="call resume() after register()")
+        return self._rank.replica

@@ -13,8 +13,8 @@ from ftckpt.link.client import AgentClient
 from ftckpt.trainer.checkpointer import Checkpointer
 from ftckpt.trainer.handle import SaveHandle, Stage
 from ftckpt.trainer.opening import open_parts
+from ftckpt.trainer.rank import Rank
 from ftckpt.trainer.replicas.base import Outcome
-from ftckpt.trainer.resuming import ResumeReport
 
 
 class NoAgent:
@@ -69,7 +69,7 @@ class ReadOnlyCheckpointer(Checkpointer):
             NotFound: no such root. StoreError: it cannot be read.
         """
         parts = open_parts(settings, write=False)
-        return cls(settings, Never(), parts.group, parts.store, parts.log, cast(AgentClient, NoAgent()), config.launch().resume)
+        return cls(Rank(settings, Never(), parts, cast(AgentClient, NoAgent()), config.launch().resume, reads_only=True))
 
     def torchft_manager(self, pg: Any, min_replica_size: int | None = None, *, max_replicas: int | None = None, **options: Any) -> Any:
         """Raises ConfigError: a reader takes no part in a quorum."""
@@ -79,14 +79,10 @@ class ReadOnlyCheckpointer(Checkpointer):
 
     def save(self, wait: bool | float = False, metrics: Any = None) -> SaveHandle:
         """Does nothing; the handle says so."""
-        self._need_resumed("save()")
+        self._rank.need_resumed("save()")
         return NotSaved(self.replica.step, self.replica.trajectory.h, None, lambda: (None, None))
-
-    def _ready(self, report: ResumeReport) -> None:
-        self._loader.restore_rng()
-        self._resumed = True
 
     def step(self, metrics: Any = None) -> Outcome:
         """Counts the step."""
-        self._need_resumed("step()")
+        self._rank.need_resumed("step()")
         return self.replica.outcome()

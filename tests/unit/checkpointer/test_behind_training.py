@@ -15,9 +15,9 @@ from ftckpt.errors import DeadlineExceeded, Diverged, FtckptError, SaveFailed
 from ftckpt.stores.memory import MemoryStore
 from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.trainer.background import Background
-from ftckpt.trainer.checkpointer import Checkpointer
 from ftckpt.trainer.events import Events
 from ftckpt.trainer.handle import SaveHandle
+from ftckpt.trainer.rank import Rank
 from ftckpt.trainer.replicas.base import Outcome
 from ftckpt.trainer.tail import TailReader
 from ftckpt.trainer.training import Training
@@ -61,7 +61,7 @@ def test_a_replica_that_does_not_write_finds_its_generation_behind_newer_ones(kn
     assert handle(never).wait(5.0) is None  # superseded by a later step
 
 
-class Rank:
+class AstrayRank:
     """A rank whose agent found a state astray."""
 
     def __init__(self, live: Trajectory) -> None:
@@ -84,7 +84,7 @@ class Rank:
 
 @pytest.mark.covers("I3", "I14")
 def test_a_state_that_the_log_has_left_behind_ends_the_process() -> None:
-    rank = Rank(states(3, nonce=2)[3])
+    rank = AstrayRank(states(3, nonce=2)[3])
     with pytest.raises(Diverged, match="not an ancestor"):
         rank.background.check(rank.replica)
 
@@ -92,7 +92,7 @@ def test_a_state_that_the_log_has_left_behind_ends_the_process() -> None:
 @pytest.mark.covers("I3", "I14")
 @pytest.mark.parametrize("live", [states(3)[3], Trajectory(-1, "0" * 64)], ids=["healed", "given-up"])
 def test_a_state_that_was_astray_and_was_given_up_does_not_end_the_process(live: Trajectory) -> None:
-    rank = Rank(live)
+    rank = AstrayRank(live)
     rank.pending = [Diverged("step 3 was not committed")]
     rank.background.check(rank.replica)
     assert rank.notes == ["fenced"]
@@ -149,18 +149,18 @@ def test_closing_tells_every_failure_that_was_not_told_yet(ending: bool) -> None
     client.drain = lambda seconds: never_ends()
     client.close = lambda: None
     session: Any = SimpleNamespace(client=client, close=lambda: None)
-    ckpt: Any = Checkpointer.__new__(Checkpointer)
+    rank: Any = Rank.__new__(Rank)
     closed = SimpleNamespace(close=lambda: None)
-    ckpt._closed, ckpt._resumed, ckpt._replica, ckpt._session = False, False, None, session
-    ckpt._ledger = ckpt._log = ckpt._store = ckpt.group = closed
-    ckpt.settings = SimpleNamespace(deadlines=SimpleNamespace(close_s=1.0))
-    ckpt._background = Background(session, TailReader(MemoryLog("job"), client), Events(), closed)  # type: ignore[arg-type]
+    rank._closed, rank.resumed, rank._replica, rank.session = False, False, None, session
+    rank.ledger = rank.log = rank.store = rank.group = closed
+    rank.settings = SimpleNamespace(deadlines=SimpleNamespace(close_s=1.0))
+    rank.background = Background(session, TailReader(MemoryLog("job"), client), Events(), closed)  # type: ignore[arg-type]
 
     def never_ends() -> None:
         raise DeadlineExceeded("no end of work in flight")
 
     with pytest.raises(FtckptError) as raised:
-        ckpt._end(ending=ending)
+        rank.close(ending=ending)
     told = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     for text in ("disk full", "no such bucket", *(["no end of work"] if ending else [])):
         assert sum(text in line for line in told) == 1

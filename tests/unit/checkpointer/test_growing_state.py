@@ -35,7 +35,7 @@ def test_outgrown_buffers_are_let_go_of_in_both_processes(tmp_path: Path) -> Non
     with Checkpointer.open(job="job", root=tmp_path / "root", policy=Never(), runtime_dir=str(tmp_path / "run")) as ckpt:
         ckpt.register(state=state)
         ckpt.resume()
-        agent = ckpt._session.client.agent_pid
+        agent = ckpt._rank.session.client.agent_pid
         for size in (20_000, 60_000, 180_000, 540_000):
             state["grown"] = torch.full((size,), float(size))
             ckpt.step()
@@ -54,7 +54,7 @@ def test_a_buffer_taken_before_the_growth_is_neither_filled_nor_given_back_as_on
     with Checkpointer.open(job="job", root=tmp_path / "root", policy=Never(), slots=1, runtime_dir=str(tmp_path / "run")) as ckpt:
         ckpt.register(state=state)
         ckpt.resume()
-        session = ckpt._session
+        session = ckpt._rank.session
         old = session.slot(5.0)
         assert old is not None
         state["grown"] = torch.ones(90_000)

@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> Iterator[tuple[Checkpointer, HealCarrier, dict[str, A
         ckpt.register(state=state)
         ckpt.resume()
         ckpt.step()
-        carrier = HealCarrier(ckpt._session, trajectory=lambda: ckpt.trajectory, peers=None)  # type: ignore[arg-type]
+        carrier = HealCarrier(ckpt._rank.session, trajectory=lambda: ckpt.trajectory, peers=None)  # type: ignore[arg-type]
         carrier.freeze()
         yield ckpt, carrier, state
     finally:
@@ -40,7 +40,7 @@ def job(tmp_path: Path) -> Iterator[tuple[Checkpointer, HealCarrier, dict[str, A
 def test_an_agent_that_died_is_no_error_when_what_was_published_is_retired(job: tuple[Any, Any, Any]) -> None:
     ckpt, carrier, _ = job
     carrier.publish(1, {"user": {}}, 10.0)
-    client = ckpt._session.client
+    client = ckpt._rank.session.client
     os.kill(client.agent_pid, signal.SIGKILL)
     end = time.monotonic() + 10
     while client.alive:
@@ -49,9 +49,9 @@ def test_an_agent_that_died_is_no_error_when_what_was_published_is_retired(job: 
     carrier.retire()
     carrier.retire()
     assert carrier._published == []
-    ckpt._session.revive()
+    ckpt._rank.session.revive()
     carrier.publish(1, {"user": {}}, 10.0)  # and the next peer is served by the next agent
-    ckpt._session.client.drain(10.0)
+    ckpt._rank.session.client.drain(10.0)
 
 
 @pytest.mark.covers("I11")
@@ -62,7 +62,7 @@ def test_a_capture_for_a_peer_that_fails_gives_its_buffer_back(job: tuple[Any, A
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as broken_copy:
-        broken_copy.setattr(ckpt._session.local, "fill", broken)
+        broken_copy.setattr(ckpt._rank.session.local, "fill", broken)
         for _ in range(3):  # with one buffer the second would find none
             with pytest.raises(RuntimeError, match="the device is gone"):
                 carrier.publish(1, {"user": {}}, 1.0)

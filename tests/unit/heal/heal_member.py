@@ -47,16 +47,16 @@ class Member:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ckpt.register(model=self.model, optimizer=self.optimizer, note=self.note)
-        session = self.ckpt._session
+        session = self.ckpt._rank.session
         session.prepare(session.local)
         settings = self.ckpt.settings
-        self.peers = Told(self.ckpt._log, bytes.fromhex(job_secret(settings)), settings.replica, 0, lambda: os.urandom(32))
+        self.peers = Told(self.ckpt._rank.log, bytes.fromhex(job_secret(settings)), settings.replica, 0, lambda: os.urandom(32))
         self.carrier = HealCarrier(
             session,
             trajectory=lambda: self.at,
             peers=self.peers,
             tls=taking(settings.agent_tls_ca),
-            on_progress=self.ckpt._background.healing,
+            on_progress=self.ckpt._rank.background.healing,
         )
         self.set(step=spec.get("seed", 0))
         self.training = threading.Event()
@@ -121,7 +121,7 @@ class Member:
             restore(self.ckpt.registry, [arrived.image], arrived.leaves, arrived.states)
         finally:
             arrived.release()
-        self.ckpt._session.client.note("healed", arrived.text, arrived.detail)
+        self.ckpt._rank.session.client.note("healed", arrived.text, arrived.detail)
         mine = state["user"].get("mine")
         return {
             **self.look(),
@@ -144,19 +144,19 @@ class Member:
         }
 
     def address(self) -> dict[str, Any]:
-        session = self.ckpt._session
+        session = self.ckpt._rank.session
         until = time.monotonic() + 15
         while not session.client.url and time.monotonic() < until:
             time.sleep(0.02)
         return {"metadata": self.carrier.metadata(), "url": session.client.url, "agent": session.client.agent_pid}
 
     def announce(self) -> dict[str, Any]:
-        self.ckpt._session.client.live("live", self.at, {"agents": self.ckpt._session.client.url})
+        self.ckpt._rank.session.client.live("live", self.at, {"agents": self.ckpt._rank.session.client.url})
         return {}
 
     def tell(self) -> dict[str, Any]:
         """Say where training stands, as ``ckpt.step()`` does."""
-        self.ckpt._background.tell(self.ckpt.replica, writer=False, force=True)
+        self.ckpt._rank.background.tell(self.ckpt.replica, writer=False, force=True)
         return {}
 
     def close(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def test_with_saving_off_cursors_are_still_kept_every_step_beside_the_generation
             ckpt.step()
             if ckpt.current_step == 7:
                 break
-        assert ckpt._session.client.recall(5, 5.0)[0] == 5
+        assert ckpt._rank.session.client.recall(5, 5.0)[0] == 5
     journal = tmp_path / "root" / "gpt" / "cursors" / "solo-r00000.log"
     assert journal.is_file()
     assert journal.stat().st_size > 0
@@ -421,11 +421,11 @@ def test_an_agent_that_dies_is_told_once_and_replaced(tmp_path):
         ckpt.resume()
         ckpt.step()
         ckpt.save(wait=30.0)
-        first = ckpt._session.client.agent_pid
+        first = ckpt._rank.session.client.agent_pid
         os.kill(first, signal.SIGKILL)
         told = []
         end = time.monotonic() + 20
-        while ckpt._session.client.agent_pid == first and time.monotonic() < end:
+        while ckpt._rank.session.client.agent_pid == first and time.monotonic() < end:
             try:
                 ckpt.step()
             except errors.AgentError as e:
