@@ -62,6 +62,7 @@ class Pipeline:
         self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=True))
         self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
         retain = Retain(store.strict if isinstance(store, Exchange) else store, log, desk, lambda: self._retaining.waiting(), reuse)
+        self._followed = retain.followed
         self._retaining: Worker[Done] = Worker("retain", retain, desk, idle=retain.again)
         self._placing: Placing | None = None
         if isinstance(store, Exchange):
@@ -173,6 +174,8 @@ class Pipeline:
         """On the thread ``commit``: a generation to commit, or an attempt that will never be committed."""
         if isinstance(item, Candidate):
             entry = self._commit(item)
+            if entry is not None:
+                self._followed(Done(item.job.config, entry.index, time.monotonic()))
             if entry is not None and self._placing is not None:
                 self._placing.recorded(item.job, entry)
             elif entry is not None:

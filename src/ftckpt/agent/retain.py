@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,23 +46,31 @@ class Retain:
         self._said = ""
         self._last: Done | None = None
         self._followed: dict[int, float] = {}
+        self._lock = threading.Lock()
+
+    def followed(self, done: Done) -> None:
+        """Told of a commit on the thread that made it, before it makes another: the ranks of the group have yet to learn of this one."""
+        if done.config.group_world_size > 1:
+            with self._lock:
+                self._followed[done.number] = done.at + _FOLLOWED_S
 
     def __call__(self, done: Done) -> None:
         """Clean up after a commit."""
         self._last = done
-        if done.config.group_world_size > 1:
-            self._followed[done.number] = done.at + _FOLLOWED_S
         self._clean(done.config)
 
     def again(self) -> None:
         """Clean up once more when the ranks of the group have had time to learn of the last saves."""
-        if self._last is not None and self._followed and time.monotonic() >= max(self._followed.values()):
+        with self._lock:
+            due = max(self._followed.values(), default=None)
+        if self._last is not None and due is not None and time.monotonic() >= due:
             self._clean(self._last.config)
 
     def _clean(self, config: AgentConfig) -> None:
         policy = parse_keep(config.keep)
         now = time.monotonic()
-        self._followed = {index: until for index, until in self._followed.items() if until > now}
+        with self._lock:
+            self._followed = {index: until for index, until in self._followed.items() if until > now}
         if self._waiting() or (self._done and policy == KeepLast(None)):
             return  # what keeps everything looks for what dead attempts left only until there is nothing more to come
         seconds = min(config.gc_s, config.commit_linger_s)
@@ -74,7 +83,7 @@ class Retain:
                 policy,
                 drain_s=seconds / _DRAIN_SHARE,
                 sound=self._sound,
-                hold={*self._followed, *self._reuse.in_use(config.group_world_size)},
+                hold=lambda: self._hold(config.group_world_size),
                 going=lambda: time.monotonic() < end and not self._desk.stopping.is_set(),
             )
         except FtckptError as e:
@@ -83,6 +92,11 @@ class Retain:
         self._done = not (report.failed or report.stopped or any(left.later for left in report.plan.leftovers))
         self._reuse.doubt(tuple(index for index, _ in report.plan.unsound))
         self._tell(report)
+
+    def _hold(self, world: int) -> set[int]:
+        with self._lock:
+            followed = set(self._followed)
+        return followed | set(self._reuse.in_use(world))
 
     def _tell(self, report: GcReport) -> None:
         if report.withdrawn or report.removed:

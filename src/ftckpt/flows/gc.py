@@ -60,7 +60,7 @@ def collect(
     full: bool = False,
     orphans: bool = False,
     sound: Sound | None = None,
-    hold: Collection[int] = (),
+    hold: Callable[[], Collection[int]] = tuple,
     going: Going = lambda: True,
     progress: Callable[[str], None] = lambda path: None,
 ) -> GcReport:
@@ -68,6 +68,7 @@ def collect(
 
     Args:
         drain_s: how long to wait for readers of one generation, in seconds; then it is left to the next clean-up.
+        hold: as ``make_plan``.
         going: asked before each deletion; False ends the work.
         progress: called with each directory that was dealt with.
 

@@ -6,7 +6,7 @@ The plan is ``domain.retention`` for generations and ``flows.leftovers`` for the
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -78,7 +78,7 @@ def make_plan(
     full: bool = False,
     orphans: bool = False,
     sound: Sound | None = None,
-    hold: Collection[int] = (),
+    hold: Callable[[], Collection[int]] = tuple,
     now: float | None = None,
 ) -> GcPlan:
     """Decide what may go; changes nothing. What the deletions rely on is verified first.
@@ -87,7 +87,7 @@ def make_plan(
         full: verify every byte of it, else sizes, headers and small files.
         orphans: also remove complete directories that were never recorded and can never be.
         sound: what is known from earlier plans; added to.
-        hold: indices that the caller knows to be still in use.
+        hold: indices that the caller knows to be still in use; asked once the log has been read, so that what it shows is known to the caller.
         now: seconds since the epoch; the clock's when left out.
 
     Raises:
@@ -104,7 +104,7 @@ def make_plan(
     held = being_read(log, store, job, noted)
     rest = leftovers(log, store, job, names, seen, noted, {**held, **referrers(seen.entries)}, orphans=orphans)
     made, unsound = _verified(
-        log, store, job, policy, seen, full, set() if sound is None else sound, set(hold), time.time() if now is None else now
+        log, store, job, policy, seen, full, set() if sound is None else sound, set(hold()), time.time() if now is None else now
     )
     held |= unrecorded(rest)
     referred = referrers(v.entry for v in made.verdicts if v.keep)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from agent_harness import Rig, until
@@ -101,6 +103,42 @@ def test_a_clean_up_that_fails_is_a_warning_said_once_and_is_done_later(rig: Rig
     assert [len(texts) for texts in said] == [0, 1, 0, 0, 0]
     assert "EIO" in said[1][0]
     assert store.listdir("job/generations") == [entry.location]
+
+
+@pytest.mark.covers("I7")
+def test_what_is_committed_while_a_clean_up_begins_stays_until_the_ranks_had_time_to_learn_of_it(rig: Rig) -> None:
+    """Two commits come between the clean-up's start and its look at the log, which shows the first of them as one that may go."""
+
+    class Goes(MemoryLog):
+        meanwhile: Callable[[], None] | None = None
+
+        def uuid(self, *, timeout: float | None = None) -> str:
+            work, self.meanwhile = self.meanwhile, None
+            if work is not None:
+                work()
+            return super().uuid(timeout=timeout)
+
+    desk, log, store = Desk(lambda: None), Goes("job"), MemoryStore()
+    retain, config = Retain(store, log, desk, lambda: 0), msgspec.structs.replace(rig.config(keep="last:1"), group_world_size=2)
+    state = None
+
+    def commit() -> Done:
+        nonlocal state
+        state = walk("job", (state.step if state is not None else 0) + 1, after=state)
+        entry = write_generation(store, log, "job", state.step, {"w": np.zeros(3, np.float32)}, state)
+        done = Done(config, entry.index, time.monotonic())
+        retain.followed(done)
+        return done
+
+    def two() -> None:
+        commit()
+        commit()
+
+    done = commit()
+    log.meanwhile = two
+    retain(done)
+    assert log.meanwhile is None
+    assert [e.step for e in log.entries()] == [1, 2, 3]
 
 
 @pytest.mark.covers("I14")

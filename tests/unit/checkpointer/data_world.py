@@ -45,6 +45,7 @@ class DataJob:
         self.groups: dict[int, Child] = {}
         self.kills = 0
         self.restarts = 0
+        self._before = 0  # steps that may have been committed before the newest kill
 
     # ------------------------------------------------------------------ processes
     def start(self, *replicas: int) -> None:
@@ -67,12 +68,13 @@ class DataJob:
         for process in psutil.Process(launcher).children():
             if not is_agent(process):
                 process.send_signal(signal.SIGKILL)
-                self.kills += 1
+                self._killed()
                 return
 
     def kill_group(self, replica: int, *, agents: bool = True) -> None:
         """SIGKILL everything of a group."""
-        self.kills += len(self.groups[replica].kill(agents=agents)) > 0
+        if self.groups[replica].kill(agents=agents):
+            self._killed()
 
     def kill_all(self) -> None:
         """SIGKILL everything there is."""
@@ -81,7 +83,11 @@ class DataJob:
         if self.light is not None:
             self.light.kill()
         self.light = None
+        self._killed()
+
+    def _killed(self) -> None:
         self.kills += 1
+        self._before = self.top + 1  # the survivors may be in the middle of one
 
     def leave(self, replica: int) -> None:
         """This group goes for good."""
@@ -122,9 +128,9 @@ class DataJob:
         return max((x["step"] for r in self.groups for x in self.lines(r)[-50:] if x["committed"]), default=0)
 
     def taking_part(self) -> int:
-        """How many were in the newest committed step."""
-        last = [self.lines(r)[-1:] for r in self.groups]
-        return max((x[0]["with"] for x in last if x and x[0]["committed"]), default=0)
+        """How many were in the newest committed step, 0 while none was committed since the newest kill."""
+        last = [x for r in self.groups for x in self.lines(r)[-1:]]
+        return max((x["with"] for x in last if x["committed"] and x["step"] > self._before), default=0)
 
     def until(self, what: str, done: Callable[[], bool], patience: float = PATIENCE, *, repair: bool = True) -> None:
         """Wait; groups that ended with an error are started again meanwhile, if they are to be repaired."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from data_world import DataJob  # type: ignore[import-not-found]
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.data.audit import read_audit
 from ftckpt.data.sampler import ElasticSampler
+from ftckpt.ports import Event
 from ftckpt.stores.local import LocalStore
 from ftckpt.testing.generations import write_generation
 from ftckpt.wiring import open_log
@@ -139,8 +141,11 @@ def each_rank_healed_from_its_counterpart(run: DataJob) -> None:
     log = open_log(None, job="data", root_url=str(run.root))
     try:
         agents = {line.replica: line.agents for line in log.replicas()}
-        events = [e for e in log.events(limit=1000) if e.kind == "healed" and int(e.detail["step"]) > 0]
-        heals = [e for e in events if e.replica == "replica0"]  # the one that was killed: the other's agents are those of its start
+        end, heals = time.monotonic() + 20.0, list[Event]()
+        while {int(e.detail["rank"]) for e in heals} != {0, 1} and time.monotonic() < end:  # agents write events when they have time
+            time.sleep(0.1)
+            events = [e for e in log.events(limit=1000) if e.kind == "healed" and int(e.detail["step"]) > 0]
+            heals = [e for e in events if e.replica == "replica0"]  # the one that was killed: the other's agents are those of its start
     finally:
         log.close()
     assert {int(e.detail["rank"]) for e in heals} == {0, 1}
