@@ -53,6 +53,7 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
         store = _store(config)
         log = wiring.open_log(config.log, job=config.job, root_url=config.root, timeout=config.log_timeout_s)
         try:
+            wiring.guard_log(log, store, config.job)
             on_root = wiring.root_path(config.root) is not None and not config.durable
             return Agent(config, store, log, journal_path(config), on_root=on_root).run(lambda: _say_ready(ready_fd))
         finally:

@@ -37,7 +37,7 @@ from ftckpt.commitlog.keyvalue import (
     Put,
 )
 from ftckpt.domain.names import check_name
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, LogRegressed
 
 PAGE = 256  # values read at once: at 8 KiB each well below what one answer may carry
 
@@ -85,6 +85,11 @@ class Session:
         self._kv = kv
         self._keys = Keys(prefix, job)
         self._log = ""  # identity last seen; every transaction compares it
+        self._held_back: Callable[[], bool] = lambda: False
+
+    def hold_back(self, when: Callable[[], bool]) -> None:
+        """See :class:`ftckpt.ports.CommitLog`."""
+        self._held_back = when
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self.timeout if timeout is None else timeout)
@@ -113,15 +118,24 @@ class Session:
         create: bool = True,
         effect: Effect = "repeatable",
     ) -> Outcome | None:
-        """Write under the log's present identity, creating it if need be; None if there is none and it is not created.
+        """Write under the log's present identity, creating it if need be and allowed; None if there is none and it is not created.
 
         The outcome's results begin with the identity if the compares of ``what`` did not hold.
+
+        Raises:
+            LogRegressed: there is none, and what asks for one would hide that it was lost, or that this is not the right log.
         """
         log = self._log or self._identity(deadline)
         while True:
             if not log:
                 if not create:
                     return None
+                if self._held_back():
+                    raise LogRegressed(
+                        f"commit log {self.url} has nothing of job {self.job!r}, but its root has generations of another log",
+                        now="nothing was written to it",
+                        todo=f"check the log's URL; if the log was lost: ftckpt log rebuild {self.job}; to begin anew all the same: fresh=True",
+                    )
                 log = self._found(deadline)
             compares, then, otherwise = what(log)
             outcome = self._kv.transact(

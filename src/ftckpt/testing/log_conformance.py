@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ftckpt.commitlog.base import KeyValueLog
 from ftckpt.domain.ledger import Entry, Participant
-from ftckpt.errors import ConfigError, Damaged, LogError, NotFound, TailMoved, Withdrawn
+from ftckpt.errors import ConfigError, Damaged, LogError, LogRegressed, NotFound, TailMoved, Withdrawn
 from ftckpt.ports import Event
 from ftckpt.testing.log_world import World, commit, dense, eventually, fill, generation, replica
 from ftckpt.testing.store_conformance import ConformanceError, expect, expect_error
@@ -352,6 +352,21 @@ def the_secret_is_set_once(world: World) -> None:
     expect(len(got), 1, "different secrets")
     expect(world.open(world.job).secret(b"late"), got.pop(), "the secret later on")
     expect(world.open(world.job).tail(), None, "tail")
+
+
+@_check
+def what_is_held_back_begins_no_log(world: World) -> None:
+    """Announcements, events and the secret are refused while the log was never written and is said to be another; an append begins it."""
+    log = world.open(world.job)
+    log.hold_back(lambda: True)
+    expect_error(LogRegressed, "an announcement", lambda: log.announce(replica("a"), ttl=60))
+    expect_error(LogRegressed, "an event", lambda: log.emit(Event(time=1.0, replica="a", kind="x", text="")))
+    expect_error(LogRegressed, "the secret", lambda: log.secret(b"x" * 32))
+    expect(world.open(world.job).uuid(), "", "identity afterwards")
+    begun = log.append(generation(1), expect_tail=-1)
+    log.emit(Event(time=1.0, replica="a", kind="x", text=""))
+    expect(world.open(world.job).tail(), begun, "tail")
+    expect(len(log.events()), 1, "events")
 
 
 # ---------------------------------------------------------------------- watch, adopt, jobs, deadlines

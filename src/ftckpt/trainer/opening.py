@@ -19,6 +19,7 @@ from ftckpt.wiring import (
     agent_config,
     claim_root,
     durable_tier,
+    guard_log,
     home,
     log_url,
     open_log,
@@ -63,6 +64,7 @@ def open_parts(settings: Settings, *, write: bool) -> Opened:
         undo.callback(store.close)
         log = open_log(settings.log, job=settings.job, root_url=home(settings.root, durable), timeout=settings.deadlines.log_s)
         undo.callback(log.close)
+        guard_log(log, store, settings.job)
         group = Group.from_env(deadline=settings.deadlines.group_s).open()
         undo.pop_all()
     return Opened(store, log, group)

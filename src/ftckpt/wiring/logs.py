@@ -65,7 +65,7 @@ def open_log(log: str | None, *, job: str, root_url: str, timeout: float = LOG_T
     if scheme == "sqlite":
         from ftckpt.commitlog.sqlite import SqliteLog
 
-        return SqliteLog(_sqlite_path(url, given=bool(log)), job, timeout=timeout)
+        return SqliteLog(_sqlite_path(url, job, given=bool(log)), job, timeout=timeout)
     if scheme == "memory":
         from ftckpt.commitlog.memory import MemoryLog
 
@@ -86,8 +86,8 @@ def _memory_log_store(name: str) -> LogMemory:
     return LogMemory()
 
 
-def _sqlite_path(url: str, *, given: bool) -> Path:
-    """The file of an SQLite log; one that was given explicitly is absolute, in a directory that exists."""
+def _sqlite_path(url: str, job: str, *, given: bool) -> Path:
+    """The file of an SQLite log; one that was given explicitly is absolute, in a directory that exists (or is the job's own in a root)."""
     text = unquote(url.removeprefix("sqlite://"))
     path = Path("/" + text.lstrip("/"))
     if given and not text.startswith("/"):
@@ -96,7 +96,8 @@ def _sqlite_path(url: str, *, given: bool) -> Path:
             now="nothing was changed",
             todo=f"write sqlite:///absolute/path, e.g. sqlite://{Path(text).absolute()}",
         )
-    if given and not path.parent.is_dir() and not path.parent.parent.is_dir():
+    embedded = path.parts[-2:] == (job, LOG_FILE) and path.parent.parent.is_dir()
+    if given and not path.parent.is_dir() and not embedded:
         raise ConfigError(
             f"log {url!r}: there is no directory {path.parent}",
             now="nothing was changed",

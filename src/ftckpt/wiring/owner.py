@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ftckpt.config import Settings
-from ftckpt.domain.names import check_name, generations_dir
+from ftckpt.domain.names import GenerationName, check_name, generations_dir
 from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.format.manifest import decode, encode
 from ftckpt.ports import BlobStore, CommitLog
@@ -76,6 +76,17 @@ def durable_tier(given: Settings) -> str:
 def vouching(log: CommitLog) -> str:
     """The uuid of a log that has entries; empty for one that vouches for nothing yet (new, or lost and begun anew)."""
     return log.uuid() if log.tail() is not None else ""
+
+
+def guard_log(log: CommitLog, store: BlobStore, job: str) -> None:
+    """See that a log is not begun, be it by an announcement or an event, while the root has generations that another log vouches for."""
+
+    def lost() -> bool:
+        marker = read_marker(store, job)
+        names = store.listdir(generations_dir(job)) if marker is not None and marker.log else []
+        return any(name.step > 0 for text in names if (name := GenerationName.parse(text)) is not None)
+
+    log.hold_back(lost)
 
 
 def claim_root(store: BlobStore, job: str, *, log: str, uuid: str, new_job: bool = False, bind: bool = True) -> Marker:

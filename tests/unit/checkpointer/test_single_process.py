@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from jobkit import Jobs
+
+from ftckpt.wiring import open_log
 
 FIRST = ("--steps", 12, "--every", 5)
 
@@ -96,6 +99,20 @@ def test_a_lost_log_is_never_taken_for_a_new_job(jobs: Jobs) -> None:
     run = jobs.run(*FIRST)
     assert run.status == 7
     assert "ftckpt log rebuild" in run.of("error")[0]["text"]
+
+
+@pytest.mark.covers("I8", "F26")
+def test_a_mistyped_log_is_refused_and_leaves_nothing_behind_and_takes_a_fresh_start_with_a_word(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.run(*FIRST)
+    mistyped = tmp_path / "mistyped.sqlite3"
+    refused = jobs.run(*FIRST, "--commit-log", f"sqlite://{mistyped}")
+    assert refused.status == 7, refused.lines
+    assert "check that the log's URL is the right one" in refused.of("error")[0]["text"]
+    assert not mistyped.exists()
+    run = jobs.run("--steps", 2, "--fresh", "--commit-log", f"sqlite://{mistyped}")
+    assert (run.status, mistyped.exists()) == (0, True)
+    with closing(open_log(f"sqlite://{mistyped}", job="job", root_url=str(jobs.root))) as log:
+        assert {e.kind for e in log.events()} >= {"resumed"}, "its agent writes as always"
 
 
 @pytest.mark.covers("I8", "F26")

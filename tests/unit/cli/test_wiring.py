@@ -190,7 +190,7 @@ def test_an_agent_is_told_what_the_settings_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F78")
-@pytest.mark.parametrize("url", ["sqlite://relative.db", "sqlite:///there/is/none/such.db"])
+@pytest.mark.parametrize("url", ["sqlite://relative.db", "sqlite:///there/is/none/such.db", "sqlite:///tmp/mistyped-directory/such.db"])
 def test_an_sqlite_log_that_is_relative_or_has_no_directory_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         open_log(url, job="j", root_url=str(tmp_path))
