@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt import config
 from ftckpt.config import Settings
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.flows.rivals import ahead, split_brain
 from ftckpt.ports import CommitLog
 from ftckpt.trainer.background import Background
@@ -17,13 +17,14 @@ from ftckpt.trainer.events import Events, Healed
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
 from ftckpt.trainer.options import manager_options
-from ftckpt.trainer.pace import HealPace
-from ftckpt.trainer.peers import Peers
+from ftckpt.trainer.pace import HealPace, Measured, earlier
+from ftckpt.trainer.peers import LOOK_S, Peers
 from ftckpt.trainer.replicas.base import Callbacks
 from ftckpt.trainer.restore import restore
 from ftckpt.trainer.samples import SampleLedger
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.tail import TailReader
+from ftckpt.transfer.probe import measure
 from ftckpt.transfer.tls import taking
 from ftckpt.wiring import job_secret
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from ftckpt.trainer.replicas.torchft import FtReplica
 
 logger = logging.getLogger("ftckpt")
+
+PROBE_S = 0.5  # how long a start listens to a peer, to see how fast it sends
+PROBED = 2  # peers that it tries
 
 
 class Joining:
@@ -57,6 +61,7 @@ class Joining:
         self._ledger, self._background, self._events, self._reload = ledger, background, events, reload
         self._replica: FtReplica | None = None
         self._pace: HealPace | None = None
+        self._peers: Peers | None = None
 
     def manager(
         self, pg: Any, min_replica_size: int | None, max_replicas: int | None, options: Mapping[str, Any]
@@ -71,6 +76,7 @@ class Joining:
         settings = self._settings
         peers = Peers(self._log, bytes.fromhex(job_secret(settings)), settings.replica, self._group.rank, lambda: os.urandom(32))
         peers.prepare()
+        self._peers = peers
         carrier = HealCarrier(
             self._session,
             trajectory=lambda: self._own().trajectory,
@@ -97,9 +103,30 @@ class Joining:
         return manager, self._replica
 
     def sized(self, size: int) -> None:
-        """Judge the heal's time-out for a state of this many bytes. Raises ConfigError if it does not fit at the told bandwidth."""
+        """Judge the heal's time-out for a state of this many bytes, and by how fast a peer sends, if there is one.
+
+        Raises:
+            ConfigError: it does not fit (see ``HealPace.sized``).
+        """
         if self._pace is not None:
-            self._pace.sized(size)
+            self._pace.sized(size, self._measured())
+
+    def _measured(self) -> Measured | None:
+        """How fast a state would come: from a living peer, else as at the last heal that the log tells of; never fails, bounded."""
+        peers = self._peers
+        if peers is None:
+            return None
+        try:
+            urls = [url for url in peers.urls() if url != self._session.client.url][:PROBED]
+            tls = taking(self._settings.agent_tls_ca)
+            rate = measure(urls, self._settings.job, peers.secret(), seconds=PROBE_S, tls=tls) if urls else None
+            if rate is not None:
+                self._session.client.note("heal-pace", f"a peer's agent sends {rate / 1e6:.0f} MB/s", {"bandwidth": rate})
+                return Measured(rate, "a peer measured just now", True)
+            return earlier(self._log.events(timeout=LOOK_S), self._settings.replica)
+        except FtckptError as e:
+            logger.warning("heal: the speed of the network is not known: %s", e.what)
+            return None
 
     def _own(self) -> FtReplica:
         if self._replica is None:

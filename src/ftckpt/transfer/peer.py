@@ -108,6 +108,18 @@ class PeerConnection:
         """
         self._guarded(lambda: self._blocks_into(snapshot, blocks, block_bytes, image, on_block))
 
+    def discard(self, path: str, size: int, came: Callable[[int], bool], end: float) -> None:
+        """GET ``size`` bytes that mean nothing, to see how fast they come.
+
+        Args:
+            came: told how many bytes came since it was told last, first with 0 when the answer begins; False ends it (and the connection).
+            end: monotonic seconds after which it ends, too.
+
+        Raises:
+            Flaw: the peer failed.
+        """
+        self._guarded(lambda: self._discard(path, size, came, end))
+
     def abort(self) -> None:
         """Wake up whoever waits here, from any thread."""
         self._aborted = True
@@ -163,6 +175,20 @@ class PeerConnection:
                 self.close()
                 return
             since = upto
+
+    def _discard(self, path: str, size: int, came: Callable[[int], bool], end: float) -> None:
+        channel = self._open()
+        head, mac, status = self._ask(channel, path, "", 0.0)
+        if status != 200 or head.length != size:
+            raise Flaw(f"it answered {status} with {head.length} bytes where {size} were asked for", fatal=True)
+        self._prove(head, mac, status, size, None)
+        room, left, more = memoryview(bytearray(min(size, PIECE >> 2))), size, came(0)
+        while left and more and time.monotonic() < end:
+            n = self._recv(channel, room[: min(left, len(room))])
+            left -= n
+            more = came(n)
+        if left:
+            self.close()
 
     def _guarded(self, act: Callable[[], T]) -> T:
         """Run one exchange; whatever fails leaves no half-used connection behind."""

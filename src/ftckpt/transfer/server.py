@@ -21,6 +21,7 @@ from ftckpt.format.digest import digest_blocks
 from ftckpt.transfer.auth import check_request, derive_key, sign_answer
 from ftckpt.transfer.document import JournalLine, SnapshotDoc, SnapshotLine, encode
 from ftckpt.transfer.listener import Listener, ServerLimits
+from ftckpt.transfer.probe import noise
 from ftckpt.transfer.shelf import Item, Shelf
 from ftckpt.transfer.wire import BadMessage, Channel, Request, parse_range, parse_request, render_answer
 
@@ -206,6 +207,9 @@ class SnapshotServer:
             case ["v1", self.job, "snapshots", name, "data"]:
                 with self._shelf.lend(name) as item:
                     self._send_data(channel, request, mac, _present(item, name), span)
+            case ["v1", self.job, "probe"]:
+                headers: dict[str, str | int] = {"Content-Type": "application/octet-stream"}
+                self._answer(channel, request, mac, 200, noise(request.query.get("bytes", "")), headers, document=False)
             case ["v1", self.job, "journals", replica, rank] if rank.isascii() and rank.isdigit() and len(rank) <= 9:
                 self._answer(channel, request, mac, 200, encode(self._journalled(replica, int(rank), request.query.get("count", ""))))
             case _:

@@ -274,3 +274,55 @@ def test_a_heal_that_cannot_fit_its_timeout_is_told_when_the_size_is_known_and_w
     assert ["assumed" in s for s in said] == [True, False]
     with pytest.raises(ConfigError, match="too short for a heal"):
         HealPace(10.0, 1e8, said.append).sized(10**9)
+
+
+@pytest.mark.covers("F78", "I11")
+def test_what_a_link_gives_is_measured_at_a_peers_agent(members: Start, wire: Start, tmp_path: Path) -> None:
+    from ftckpt.transfer.probe import measure
+
+    (source,) = members("source")
+    log = open_log("", job="heal", root_url=str(tmp_path / "root"), timeout=5)
+    secret = log.secret(b"x" * 32)
+    log.close()
+    slow = wire(source.url, rate=20 * MIB)
+    quick = measure([source.url], "heal", secret)
+    throttled = measure(["http://127.0.0.1:9", slow.url], "heal", secret)  # the first is not there
+    assert quick is not None
+    assert throttled is not None
+    assert throttled < 25 * MIB
+    assert throttled < quick / 2
+    assert measure([source.url], "heal", b"another secret, 32 bytes or more") is None
+    assert measure([], "heal", secret) is None
+
+
+@pytest.mark.covers("F78")
+def test_a_start_is_refused_where_a_heal_could_not_end_at_the_measured_speed_and_warned_where_it_might_not() -> None:
+    from ftckpt.errors import ConfigError
+    from ftckpt.trainer.pace import Measured
+
+    said: list[str] = []
+    pace = HealPace(10.0, None, said.append)
+    pace.sized(10**10, Measured(2e9, "a peer measured just now", True))  # more than is assumed, and enough
+    assert not said
+    pace.sized(10**9, Measured(5e7, "a peer measured just now", True))
+    assert "20.0 s at 50 MB/s" in said[0]
+    assert "a peer measured just now" in said[0]
+    with pytest.raises(ConfigError, match="50.0 s at 20 MB/s"):
+        pace.sized(10**9, Measured(2e7, "a peer measured just now", True))
+    pace.sized(10**9, Measured(2e7, "the last heal of r1", False))  # the network may be another one today
+    HealPace(10.0, 1e9, said.append).sized(10**9, Measured(2e7, "a peer measured just now", True))  # the user knows better
+    assert len(said) == 3
+
+
+@pytest.mark.covers("F78")
+def test_the_speed_of_an_earlier_heal_is_taken_from_the_jobs_events() -> None:
+    from ftckpt.ports import Event
+    from ftckpt.trainer.pace import earlier
+
+    def healed(at: float, replica: str, size: int, seconds: float, kind: str = "healed") -> Event:
+        return Event(time=at, replica=replica, kind=kind, text="", detail={"bytes": size, "seconds": seconds})
+
+    assert earlier([], "a") is None
+    assert earlier([healed(1, "a", 1000, 1.0), healed(1, "a", 10**9, 1.0, "saved"), healed(1, "a", 10**9, 0.0)], "a") is None
+    own, newer = healed(1, "a", 10**9, 10.0), healed(2, "b", 10**9, 2.0)
+    assert [m and m.bandwidth for m in (earlier([own, newer], "a"), earlier([own, newer], "c"))] == [1e8, 5e8]

@@ -102,6 +102,16 @@ def test_answers_prove_the_secret(server: SnapshotServer) -> None:
     assert headers["X-Ftckpt-Proof"] != sign_answer(derive_key(b"other" * 8, JOB), mac, status, len(body), body)
 
 
+def test_a_probe_gives_as_many_bytes_as_asked_for_within_bounds(server: SnapshotServer) -> None:
+    status, headers, body, mac = ask(server, f"/v1/{JOB}/probe?bytes=70000")
+    assert (status, len(body)) == (200, 70_000)
+    assert headers["X-Ftckpt-Proof"] == sign_answer(KEY, mac, status, len(body), None)
+    assert len(set(body)) > 200  # nothing that a link could compress
+    for wrong in ("", "?bytes=0", "?bytes=-1", "?bytes=x", f"?bytes={(8 << 20) + 1}", "?bytes=" + "9" * 30):
+        assert ask(server, f"/v1/{JOB}/probe{wrong}")[0] == 400
+    assert alive(server)
+
+
 @pytest.mark.parametrize(("path", "status"), [("/", 404), ("/v1/other/snapshots", 404), (f"/v1/{JOB}/snapshots/none", 404), (f"/v1/{JOB}/step/x", 404), (f"/v1/{JOB}/step/5?wait=nan", 400), (f"/v1/{JOB}/step/5?wait=1&wait", 400), (f"/v1/{JOB}/snapshots/../../etc/passwd", 404)])  # fmt: skip
 def test_paths_that_are_not_there(server: SnapshotServer, path: str, status: int) -> None:
     assert ask(server, path)[0] == status
