@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftckpt.cli import common
-from ftckpt.errors import Damaged, NotFound
+from ftckpt.errors import Damaged, NotFound, StoreError
 
 if TYPE_CHECKING:
     from ftckpt.domain.ledger import Entry
@@ -68,6 +68,12 @@ def verify(
     else:
         _print(reports)
     bad = [r for r in reports if not r.sound]
+    if bad and all(f.unread for r in bad for f in r.files if f.fault):
+        lines = "\n  ".join(f"step {r.step} ({r.location}): {f.file}: {f.fault}" for r in bad for f in r.files if f.fault)
+        raise StoreError(
+            f"{len(bad)} of {len(reports)} generations of job {job!r} cannot be read, so that nothing is known of their bytes\n  {lines}",
+            now="nothing was changed", todo="see that they can be read (permissions, mount, server), and verify again",
+        )  # fmt: skip
     if bad:
         lines = "\n  ".join(f"step {r.step} ({r.location}): {f.file}: {f.fault}" for r in bad for f in r.files if f.fault)
         raise Damaged(

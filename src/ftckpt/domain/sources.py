@@ -117,7 +117,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing is chosen, and nothing may begin at zero; ``kind`` is the name of the error class."""
 
-    kind: Literal["LogUnreachable", "LogRegressed", "Damaged", "ProgressExists", "NothingLoadable", "NotFound"]
+    kind: Literal["LogUnreachable", "LogRegressed", "Damaged", "ProgressExists", "NothingLoadable", "NotFound", "StoreError"]
     what: str
     todo: str
     lines: tuple[str, ...] = ()
@@ -212,6 +212,8 @@ def _newest(at: Situation, findings: Findings) -> Decision:
         fault = findings[rung.location]
         if fault is None:
             return _take(at, rung, rejected)
+        if fault.unread:
+            return _unread(at, rung, fault)
         rejected.append(_reject(rung, fault))
     if not rejected and (tail is None or tail.from_zero):
         why = (
@@ -250,6 +252,16 @@ def _take(at: Situation, rung: _Candidate, rejected: list[Rejected]) -> Choice:
     )
 
 
+def _unread(at: Situation, rung: _Candidate, fault: Fault) -> Refusal:
+    """The store fails to give what would be taken: that is no damage, and an older one would leave it behind for good."""
+    return Refusal(
+        kind="StoreError",
+        what=f"step {rung.step} of job {at.job!r} ({rung.location}) cannot be read: {fault.part}: {fault.reason}",
+        todo="see that it can be read (permissions, mount, server) and start again; if it is lost for good, ask for an older one: "
+        "resume(step=...), ftckpt resume --step",
+    )
+
+
 def _exact(at: Situation, request: AtStep | AtIndex | AtLocation, findings: Findings) -> Decision:
     tail = at.log.tail
     path = lineage(at.log.entries, tail, (i for i, _ in at.log.damaged))
@@ -268,6 +280,8 @@ def _exact(at: Situation, request: AtStep | AtIndex | AtLocation, findings: Find
     if entry.location not in findings:
         return Probe(entry.location, entry)
     fault = findings[entry.location]
+    if fault is not None and fault.unread:
+        return _unread(at, rung, fault)
     if fault is not None:
         return Refusal(
             kind="Damaged",

@@ -77,6 +77,7 @@ def choose(
     verify_level: Level = "headers",
     adopt: bool = False,
     findings: dict[str, Fault | None] | None = None,
+    pass_unread: bool = False,
     progress: Progress | None = None,
     timeout: float | None = None,
 ) -> Choice:
@@ -89,14 +90,18 @@ def choose(
         adopt: may write: append finished generations without record first (rule 9; else such a one is chosen as "durable"),
             and bind the root to this log when told to start from zero.
         findings: what is known already of locations, by earlier tries to load them; added to.
+        pass_unread: pass over what the store goes on failing to give, as over what is damaged: for who only needs a state to heal from.
         progress: called with file and bytes while verifying.
         timeout: deadline of one call to the log, in seconds.
 
     Raises:
         LogUnreachable, LogRegressed, Damaged, ProgressExists, NothingLoadable, NotFound: nothing is chosen; says why and what
-            to do. StoreError: the root cannot be listed; or the durable tier is down, and what the first tier has does not settle it.
+            to do. StoreError: the root cannot be listed, or what would be taken cannot be read; or the durable tier is down, and what
+            the first tier has does not settle it.
     """
     findings = {} if findings is None else findings
+    if pass_unread:
+        findings.update({location: _as_damage(fault) for location, fault in findings.items()})
     pauses = list(UNREAD_PAUSES_S)
     gap = _gap(store, job)
     at_hand = store.first if isinstance(store, TieredStore) and gap is not None else store
@@ -104,7 +109,8 @@ def choose(
     def probe(location: str, entry: Entry | None) -> Fault | None:
         if location not in findings:
             level = verify_level == "full"
-            findings[location] = _patiently(lambda: verify(at_hand, job, location, entry, full=level, progress=progress).fault, pauses)
+            found = _patiently(lambda: verify(at_hand, job, location, entry, full=level, progress=progress).fault, pauses)
+            findings[location] = _as_damage(found) if pass_unread else found
         return findings[location]
 
     overtaken = 0
@@ -172,6 +178,10 @@ def _down(job: str, gap: StoreError, why: str) -> StoreError:
         now="nothing was chosen and nothing was started",
         todo="start again when it is back",
     )
+
+
+def _as_damage(fault: Fault | None) -> Fault | None:
+    return fault if fault is None else msgspec.structs.replace(fault, unread=False)
 
 
 def _patiently(check: Callable[[], Fault | None], pauses: list[float]) -> Fault | None:

@@ -15,7 +15,7 @@ from ftckpt.domain.ledger import Entry, own_entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.domain.sources import Choice, Fault, Newest, Request
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, TailMoved
+from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, StoreError, TailMoved
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import UNREAD_PAUSES_S, choose
 from ftckpt.ports import BlobStore, CommitLog
@@ -82,6 +82,13 @@ _PEERS_ONLY = "other replicas are at work and no generation was completed yet: t
 _MENDED_BY_ANOTHER = ("Damaged", "StoreError", "NotFound")  # another generation may still be loaded
 
 
+def _not_loaded(location: str, fault: str, unread: bool) -> FtckptError:
+    what, now = f"{location} cannot be loaded: {fault}", "states may be half loaded: do not train"
+    if unread:
+        return StoreError(what, now=now, todo="see that it can be read (permissions, mount, server), and start again")
+    return Damaged(what, now=now, todo="ask for another generation")
+
+
 class Resumer:
     """One resume of one rank.
 
@@ -124,15 +131,11 @@ class Resumer:
         """Load states of a choice that ``resume`` will be given later.
 
         Raises:
-            Damaged: it cannot be loaded; on all ranks alike.
+            Damaged: it cannot be loaded. StoreError: it cannot be read. Both on all ranks alike.
         """
-        loaded, fault, _ = self._try(choice, options)
+        loaded, fault, unread = self._try(choice, options)
         if loaded is None or fault:
-            raise Damaged(
-                f"{choice.location} cannot be loaded: {fault}",
-                now="states may be half loaded: do not train",
-                todo="ask for another generation",
-            )
+            raise _not_loaded(choice.location, fault, unread)
         return loaded
 
     def resume(self, request: Request, options: LoadOptions, opening: str = "", first: Choice | None = None) -> ResumeReport:
@@ -170,12 +173,8 @@ class Resumer:
                 time.sleep(pauses.pop(0))
                 continue
             if not isinstance(request, Newest) or first is not None:
-                raise Damaged(
-                    f"{choice.location} cannot be loaded: {fault}",
-                    now="states may be half loaded: do not train",
-                    todo="ask for another generation",
-                )
-            faults[choice.location] = Fault("payload", fault)
+                raise _not_loaded(choice.location, fault, unread)
+            faults[choice.location] = Fault("payload", fault, unread)
 
     def reload(self, index: int) -> Loaded:
         """Load the log entry with this index because a rule says so, in the middle of a job; position included.
@@ -203,8 +202,14 @@ class Resumer:
         def make() -> _Word:
             end = time.monotonic() + FIRST_S
             while True:
+                known = dict(faults)
                 try:
-                    return _Word(choice=choose(self._log, self._store, self._job, request, findings=dict(faults), adopt=adopt))
+                    return _Word(choice=choose(self._log, self._store, self._job, request, findings=known, adopt=adopt))
+                except StoreError:
+                    if self._fence or not isinstance(request, Newest) or not self._live_elsewhere():
+                        raise
+                    choice = choose(self._log, self._store, self._job, request, findings=known, adopt=adopt, pass_unread=True)
+                    return _Word(choice=choice)  # those who live have the newest: it is healed from them
                 except NothingLoadable:
                     if not isinstance(request, Newest) or not self._first_is_coming():
                         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import typer
 from ftckpt import cli, wiring
 from ftckpt.cli.app import build
 from ftckpt.domain.trajectory import genesis
+from ftckpt.stores.local import LocalStore
 from ftckpt.testing.generations import flip, open_entry
 from unit.flows.flowkit import JOB, World, world
 
@@ -66,6 +68,24 @@ def test_ls_shows_generations_newest_first_and_jobs_without_one(ftckpt: Any, job
     assert job.entries[1].location in text
     assert job.entries[0].location not in text
     assert "1 older" in text
+
+
+@pytest.mark.covers("F25", "I14")
+def test_a_shard_that_cannot_be_read_is_a_storage_error_and_no_damage(ftckpt: Any, job: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = LocalStore._open_to_read
+
+    def denied(store: LocalStore, target: str) -> int:
+        if target.endswith(f"{job.entries[-1].location}/{SHARD}"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
+        return there(store, target)
+
+    monkeypatch.setattr(LocalStore, "_open_to_read", denied)
+    monkeypatch.setattr("ftckpt.flows.select.UNREAD_PAUSES_S", (0.01,))
+    verified, resumed = ftckpt("verify", JOB), ftckpt("resume", JOB, "--dry-run")
+    assert (verified.status, resumed.status) == (10, 10)
+    assert "cannot be read" in verified.err
+    assert "Permission denied" in resumed.err
+    assert ftckpt("resume", JOB, "--dry-run", "--step", "5").status == 0
 
 
 def test_show_takes_index_directory_or_step(ftckpt: Any, job: World) -> None:

@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.sources import AtLocation, AtStep, Fresh
-from ftckpt.errors import FtckptError, LogRegressed, LogUnreachable, NotFound, NothingLoadable, ProgressExists
+from ftckpt.domain.sources import AtLocation, AtStep, Findings, Fresh
+from ftckpt.domain.sources import Fault as FoundFault
+from ftckpt.errors import FtckptError, LogRegressed, LogUnreachable, NotFound, NothingLoadable, ProgressExists, StoreError
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import choose
 from ftckpt.ports import CommitLog
@@ -58,8 +58,9 @@ def test_a_flipped_payload_bit_is_left_to_the_load_when_only_headers_are_verifie
     with world(tmp_path / "root", 5, 10) as w:
         flip(w.store, w.path(w.entries[-1], PARTS[-1]))
         assert choose(w.log, w.store, JOB).step == 10
-        findings = dict.fromkeys([w.entries[-1].location], choose(w.log, w.store, JOB, verify_level="full").rejected[0])
-        assert choose(w.log, w.store, JOB, findings=findings).step == 5  # what the loader found out is taken into account
+        (rejected,) = choose(w.log, w.store, JOB, verify_level="full").rejected
+        findings: Findings = {w.entries[-1].location: FoundFault(rejected.part, rejected.reason)}
+        assert choose(w.log, w.store, JOB, findings=dict(findings)).step == 5  # what the loader found out is taken into account
 
 
 @pytest.mark.covers("F25", "I7")
@@ -70,8 +71,23 @@ def test_a_store_that_fails_for_a_while_costs_no_generation(tmp_path: Path, part
         fault = Fault(op="*", path=w.path(w.entries[-1], part), times=2)
         choice = choose(w.log, FaultyStore(w.store, fault), JOB)
         assert (choice.step, choice.opens, choice.rejected) == (10, False, ())
-        lasting = choose(w.log, FaultyStore(w.store, msgspec.structs.replace(fault, times=0)), JOB)
-        assert (lasting.step, lasting.opens, lasting.rejected[0].part) == (5, True, part)
+
+
+@pytest.mark.covers("F25", "I4", "I7", "I14")
+@pytest.mark.parametrize("part", [PARTS[0], PARTS[2], PARTS[-1]])
+def test_a_store_that_goes_on_failing_is_no_damage_and_no_older_generation_is_taken(
+    tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftckpt.flows.select.UNREAD_PAUSES_S", (0.01, 0.01))
+    with world(tmp_path / "root", 5, 10) as w:
+        failing = FaultyStore(w.store, Fault(op="*", path=w.path(w.entries[-1], part), times=0))
+        for request in (None, AtStep(10)):
+            with pytest.raises(StoreError, match=f"step 10 of job 'gpt' .* cannot be read: {part}") as e:
+                choose(w.log, failing, JOB, request)
+            assert "ftckpt resume --step" in e.value.todo
+        assert choose(w.log, failing, JOB, AtStep(5)).step == 5
+        healing = choose(w.log, failing, JOB, pass_unread=True)
+        assert (healing.step, healing.opens, healing.rejected[0].part) == (5, True, part)
 
 
 @pytest.mark.covers("I13", "F65")
