@@ -104,7 +104,10 @@ class Runner:
             root = self.plan.folder / "root"
             subprocess.run(["cp", "-a", str(root), str(self.plan.folder / "kept")], check=False, timeout=120)
             subprocess.run(["umount", str(root)], check=False, timeout=20)
-            root.rmdir()
+            if any(root.iterdir()):  # somebody wrote where the file system was not mounted
+                root.rename(self.plan.folder / "stray")
+            else:
+                root.rmdir()
             (self.plan.folder / "disk").unlink()
             (self.plan.folder / "kept").rename(root)
 

@@ -55,7 +55,9 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
         try:
             wiring.guard_log(log, store, config.job)
             on_root = wiring.root_path(config.root) is not None and not config.durable
-            return Agent(config, store, log, journal_path(config), on_root=on_root).run(lambda: _say_ready(ready_fd))
+            journal = journal_path(config)
+            journal.parent.mkdir(parents=True, exist_ok=True)
+            return Agent(config, store, log, journal, on_root=on_root).run(lambda: _say_ready(ready_fd))
         finally:
             log.close()
             store.close()

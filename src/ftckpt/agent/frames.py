@@ -58,7 +58,7 @@ def read(path: Path) -> Iterator[Entry]:
 
 def open_to_append(path: Path) -> int:
     """Open a file for :func:`append`, made durable with its magic if it is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # and none above it: a root that was unmounted is not to be begun anew
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
         if os.fstat(fd).st_size == 0:
@@ -79,7 +79,7 @@ def append(fd: int, entries: Iterable[Entry]) -> None:
 
 def write_whole(path: Path, entries: Iterable[Entry]) -> None:
     """Put a new file in the place of the old one, durable on return."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     draft = path.with_name(f".{path.name}.new")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

@@ -56,7 +56,7 @@ def _die(taken: Path, victim: str) -> None:
     own = os.getpid()
     pids = [own] if victim == "self" else [p for p in _unit() if p != own and (victim == "machine" or not _is_agent(p))] + [own]
     told = taken.with_suffix(".new")
-    told.write_text(json.dumps({"unit": _folder.name, "pids": pids}))
+    told.write_text(json.dumps({"unit": _folder.name, "pids": pids, "agents": any(map(_is_agent, pids))}))
     told.rename(taken.with_suffix(".victims"))
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:

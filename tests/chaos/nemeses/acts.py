@@ -229,9 +229,12 @@ def _power_loss(job: Job, planned: Planned) -> Happened:
         os.close(fd)
     if job.neighbour is not None:
         job.neighbour.units[0].kill(agents=True)
+    job.bury_all()  # the machines of zombies have it mounted, too
     happened = _everything(job, planned, agents=True)
     end = time.monotonic() + 20
-    while subprocess.run(["umount", str(root)], check=False, capture_output=True, timeout=20).returncode and time.monotonic() < end:
+    while (done := subprocess.run(["umount", str(root)], check=False, capture_output=True, timeout=20)).returncode:
+        if time.monotonic() >= end:
+            raise RuntimeError(f"{root} is still in use: {done.stderr.decode()}")
         time.sleep(0.1)
     subprocess.run(["mount", "-o", "loop", str(job.plan.folder / "disk"), str(root)], check=True, timeout=20)
     return happened

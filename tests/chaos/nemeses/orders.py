@@ -38,7 +38,7 @@ def at_point(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, None]:
         hit = json.loads(victims.read_bytes())
         victim = json.loads(victims.with_suffix("").read_bytes())["victim"]
         units = [u for u in job.units if u.name == hit["unit"]]
-        return did(planned, units, hit["pids"], machine=victim != "trainers", text=victim), None
+        return did(planned, units, hit["pids"], machine=hit["agents"], text=victim), None
     if not order.exists() and not victims.with_suffix("").exists():
         victim = rng.choice(("self", "machine", "trainers"))
         after = rng.choice((0.0, 0.0005, 0.002, 0.008)) if point == "commit-sent" else 0.0

@@ -195,6 +195,11 @@ class Job:
         """SIGKILL all that carries a mark some seconds from now."""
         self._zombies.append((time.time() + after, mark))
 
+    def bury_all(self) -> None:
+        """SIGKILL now what was left of machines that were replaced."""
+        for mark in self._old:
+            end_all(mark)
+
     def close(self) -> None:
         """End whatever is left of this job, by its marks."""
         self.supervised = False
@@ -204,8 +209,7 @@ class Job:
             if member.pid:
                 member.resume()
             member.stop()
-        for mark in self._old:
-            end_all(mark)
+        self.bury_all()
         for unit in self.units:
             unit.kill(agents=True)
         for mark in ("lighthouse", "lighthouse2"):

@@ -152,6 +152,28 @@ def test_file_that_cannot_be_written_is_warned_of_once_and_written_later(tmp_pat
     assert len([w for _, w in desk.take() if isinstance(w, m.Warned)]) == 1
 
 
+@pytest.mark.covers("F4", "I7")
+def test_a_root_that_goes_away_is_not_begun_anew_in_its_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.05)
+    path = tmp_path / "root" / "job" / "cursors" / "c.log"
+    path.parent.mkdir(parents=True)
+    desk = Desk(lambda: None)
+    j = Journal(path, desk)
+    j.open()
+    j.draw(1, b"s")
+    assert until(lambda: j.clean, 5.0)
+    (tmp_path / "root" / "job").rename(tmp_path / "unmounted")
+    j._rewrite = True  # as when it holds more than twice what is kept
+    for ordinal in range(2, 200):
+        j.draw(ordinal, b"s")
+    assert until(lambda: any(isinstance(w, m.Warned) for _, w in desk.take()), 5.0)
+    assert list((tmp_path / "root").iterdir()) == []
+    (tmp_path / "unmounted").rename(tmp_path / "root" / "job")
+    assert until(lambda: j.clean, 5.0)
+    j.close(5.0)
+    assert [o for o, _ in frames.read(path)][-1] == 199
+
+
 @pytest.mark.covers("I6")
 def test_an_entry_that_is_just_being_written_is_not_in_the_file_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end, real = threading.Event(), threading.Event(), frames.append
