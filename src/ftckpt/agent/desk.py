@@ -22,6 +22,7 @@ class Desk:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.stopping = threading.Event()  # set: finish or leave work as it is, the process is about to end
         self.crash = ""  # traceback of a thread that died
+        self.note: Callable[[m.Note], None] = lambda message: None  # adds to the job's events
         self._wake = wake
         self._lock = threading.Lock()
         self._outbox: list[tuple[int, object]] = []
@@ -54,19 +55,20 @@ class Desk:
         with self._lock:
             self._flight.add((session, ordinal))
 
-    def end(self, session: int, ordinal: int, message: m.Committed | m.Dropped | m.Failed) -> None:
-        """A save has come to its end; each ends once."""
+    def end(self, session: int, ordinal: int, message: m.Committed | m.Dropped | m.Failed) -> bool:
+        """A save has come to its end; each ends once: False if it had before."""
         with self._lock:
             if (session, ordinal) not in self._flight:
-                return
+                return False
             self._flight.discard((session, ordinal))
             if isinstance(message, m.Failed):
                 self._failed[session] = self._failed.get(session, 0) + 1
         self.post(session, message)
+        return True
 
-    def fail(self, session: int, ordinal: int, error: FtckptError) -> None:
-        """A save has failed."""
-        self.end(session, ordinal, m.Failed(ordinal=ordinal, error=type(error).__name__, what=error.what, now=error.now, todo=error.todo))
+    def fail(self, session: int, ordinal: int, error: FtckptError) -> bool:
+        """A save has failed; False if it had come to its end before."""
+        return self.end(session, ordinal, m.Failed(ordinal=ordinal, error=type(error).__name__, what=error.what, now=error.now, todo=error.todo))
 
     def flight(self) -> set[tuple[int, int]]:
         """(session, ordinal) of saves in flight."""

@@ -51,16 +51,21 @@ def read(store: BlobStore, job: Job) -> Outcome | None:
 
 
 def report(desk: Desk, job: Job, outcome: Outcome) -> None:
-    """Tell this rank's trainer."""
-    ordinal = job.save.ordinal
+    """Tell this rank's trainer, and of what came to nothing the job's events, once for the group."""
+    ordinal, step = job.save.ordinal, job.save.trajectory.step
+    kind, why = "save-failed", outcome.error[1]
     if outcome.state == "committed" and outcome.entry is not None:
         desk.see_tail(outcome.entry)
         desk.end(job.session, ordinal, m.Committed(ordinal=ordinal, entry=outcome.entry))
-    elif outcome.state == "dropped":
+        return
+    if outcome.state == "dropped":
         if outcome.entry is not None:  # what this rank took for the tail is not in the log any more
             if desk.tail is not None and desk.tail.log != outcome.entry.log:
                 desk.new_log(outcome.entry.log)
             desk.see_tail(outcome.entry)
-        desk.end(job.session, ordinal, m.Dropped(ordinal=ordinal, reason=outcome.reason))
+        kind, why = "save-dropped", outcome.reason
+        ended = desk.end(job.session, ordinal, m.Dropped(ordinal=ordinal, reason=outcome.reason))
     else:
-        desk.fail(job.session, ordinal, error_from(*outcome.error))
+        ended = desk.fail(job.session, ordinal, error_from(*outcome.error))
+    if ended and job.config.rank == 0:
+        desk.note(m.Note(kind=kind, text=f"step {step}: {why}", detail={"step": step, "location": job.name}))

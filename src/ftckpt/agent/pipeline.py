@@ -53,6 +53,7 @@ class Pipeline:
         self._keeper = None if on_root else Keeper(config, log, self.journal, desk, lambda: self.server.secret)
         self.server = Serve(config, log, desk, self._keeper.entry if self._keeper is not None else None)
         self.registry = Registry(log, desk, config, lambda: self.server.url)
+        desk.note = self.registry.note
         self._rubbish: list[Rubbish] = []
         reuse = Reuse(store, log, desk)
         self._persist = Persist(store, desk, self.slots, self._written, lambda: self._persisting.waiting(), reuse)

@@ -48,6 +48,12 @@ def test_failure_of_one_rank_is_learned_by_all_with_its_name(rig: Rig) -> None:
         handles[1].wait(15.0)
     assert rig.entries() == []
     assert not (shard.parent / "manifest.json").exists()
+    log = rig.log()
+    assert until(lambda: log.events() != [], 10.0)
+    (event,) = log.events()  # one for the group
+    assert event.kind == "save-failed"
+    assert "failed on rank 1 of a: StoreError" in event.text
+    log.close()
 
 
 @pytest.mark.covers("F62")

@@ -135,6 +135,12 @@ def test_failure_in_the_background_is_raised_once_at_the_next_call(rig: Rig) -> 
     generations.unlink()
     (rig.tmp / "away").rename(generations)
     assert trainer.save().wait(10.0) == "committed"
+    log = rig.log()
+    assert until(lambda: [e.kind for e in log.events()] == ["save-failed"], 10.0), log.events()
+    (event,) = log.events()
+    assert (event.text[:8], event.detail["step"]) == ("step 2: ", 2)
+    assert handle.attempt in str(event.detail["location"])
+    log.close()
 
 
 def test_drain_answers_when_nothing_is_in_flight_and_counts_failures(rig: Rig) -> None:
