@@ -68,7 +68,9 @@ class Desk:
 
     def fail(self, session: int, ordinal: int, error: FtckptError) -> bool:
         """A save has failed; False if it had come to its end before."""
-        return self.end(session, ordinal, m.Failed(ordinal=ordinal, error=type(error).__name__, what=error.what, now=error.now, todo=error.todo))
+        return self.end(
+            session, ordinal, m.Failed(ordinal=ordinal, error=type(error).__name__, what=error.what, now=error.now, todo=error.todo)
+        )
 
     def flight(self) -> set[tuple[int, int]]:
         """(session, ordinal) of saves in flight."""

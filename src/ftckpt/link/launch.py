@@ -212,16 +212,23 @@ def _start(config: AgentConfig, paths: Paths, end: float) -> None:
         if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
             raise AgentError(f"the agent (pid {child.pid}) was not ready within {config.start_timeout_s:g} s", todo=f"see {paths.output}")
         if os.read(ready_r, 16) != b"ready":
-            code = child.wait(timeout=5.0)
-            raise AgentError(
-                f"the agent ended at start with status {code}: {_last_line(paths.output)}",
-                now="nothing is saved",
-                todo=f"see {paths.output}",
-            )
+            raise _not_started(child.wait(timeout=5.0), paths.output)
     finally:
         for fd in (config_r, config_w, ready_r, ready_w):
             if fd >= 0:
                 os.close(fd)
+
+
+def _not_started(code: int, output: Path) -> AgentError:
+    """What the agent's last line says: one that ended of itself has told what is wrong, what is true and what to do."""
+    line = _last_line(output).rpartition(" CRITICAL MainThread: ")[2]
+    rest, _, todo = line.partition(" To do: ")
+    what, _, now = rest.partition(" Now: ")
+    return AgentError(
+        f"the agent ended at start with status {code}: {what}",
+        now=now or "nothing is saved",
+        todo=f"{todo}; its output is in {output}" if todo else f"see {output}",
+    )
 
 
 def _last_line(path: Path) -> str:

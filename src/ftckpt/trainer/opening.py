@@ -71,7 +71,9 @@ def open_parts(settings: Settings, *, write: bool) -> Opened:
 
 
 def _require_durable(settings: Settings) -> None:
-    """Refuse a durable tier whose directory is missing, unless this host's first tier was bound to it: then it is away for now.
+    """Refuse a durable tier whose directory is missing, unless this host's first tier was bound to it and it is away for now.
+
+    Where the commit log is in it, a job cannot start without it all the same.
 
     Raises:
         NotFound: nothing here could tell a new job from a mount that is missing (I8). StoreError: it cannot be reached or written.
@@ -83,17 +85,20 @@ def _require_durable(settings: Settings) -> None:
         first = open_store(settings.root)
         marker = read_marker(first, settings.job)
         first.close()
-    if marker is not None and marker.durable:
+    bound = marker is not None and bool(marker.durable)
+    log = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
+    inside = log.startswith(f"sqlite://{root_path(settings.durable)}/")
+    if bound and not inside:
         return
     try:
         open_store(settings.durable, write=True).close()
     except (NotFound, StoreError) as e:
-        log = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
-        inside = log.startswith(f"sqlite://{root_path(settings.durable)}/")
+        where = f", and the commit log {'is' if bound else 'would be'} in it" if inside else ""
+        todo = "mount it: the job has used it before" if bound else "check the path and mount it; for a new job create the directory"
         raise type(e)(
-            f"durable tier: {e.what}{', and the commit log would be in it' if inside else ''}",
+            f"durable tier: {e.what}{where}",
             now="nothing was changed",
-            todo="check the path and mount it; for a new job create the directory" if isinstance(e, NotFound) else e.todo,
+            todo=todo if isinstance(e, NotFound) else e.todo,
         ) from e
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from agent_harness import Rig, Trainer, until
 
+from ftckpt.errors import AgentError
 from ftckpt.link import launch
 
 
@@ -54,6 +55,9 @@ def test_a_root_that_is_missing_is_refused_and_not_made(rig: Rig) -> None:
     assert found.returncode == 3
     assert "unmounted does not exist" in found.stderr
     assert not (rig.tmp / "unmounted").exists()
+    with pytest.raises(AgentError, match=r"ended at start with status 3: root .*unmounted does not exist\nNow") as e:
+        rig.trainer(root=(rig.tmp / "unmounted").as_uri())
+    assert (e.value.now, "create the directory; its output is in" in e.value.todo) == ("nothing was changed", True)
 
 
 def test_configuration_that_cannot_be_used_names_every_field(rig: Rig) -> None:

@@ -22,7 +22,7 @@ from ftckpt.errors import ConfigError, DeadlineExceeded, NotFound, StoreError
 from ftckpt.flows.verify import verify
 from ftckpt.link import launch
 from ftckpt.trainer.opening import open_parts
-from ftckpt.wiring import open_log, open_store
+from ftckpt.wiring import claim_root, open_log, open_store
 from unit.stores.s3_server import make_bucket, proxy, s3_server
 
 
@@ -296,3 +296,22 @@ def test_a_durable_tier_that_is_no_directory_is_said_to_be_none(tmp_path: Path) 
     with pytest.raises(StoreError, match=r"durable tier: root .* is not a directory"):
         open_parts(settings, write=True)
     assert [p.name for p in tmp_path.iterdir()] == ["durable"]
+
+
+@pytest.mark.covers("I8", "I14")
+def test_a_job_whose_log_is_in_a_durable_tier_that_is_away_says_what_is_away(tmp_path: Path) -> None:
+    first, durable = tmp_path / "first", tmp_path / "durable"
+    durable.mkdir()
+    settings = config.load({"job": "gpt", "root": str(first), "durable": str(durable)}, env={})
+    parts = open_parts(settings, write=True)
+    claim_root(parts.store, "gpt", log=parts.log.url, uuid="")
+    for part in (parts.store, parts.log, parts.group):
+        part.close()
+    durable.rename(tmp_path / "unmounted")
+    with pytest.raises(NotFound, match="does not exist, and the commit log is in it") as e:
+        open_parts(settings, write=True)
+    assert e.value.todo == "mount it: the job has used it before"
+    elsewhere = config.load({"job": "gpt", "root": str(first), "durable": str(durable), "log": f"sqlite://{first}/log"}, env={})
+    parts = open_parts(elsewhere, write=True)  # with the log elsewhere it may be away
+    for part in (parts.store, parts.log, parts.group):
+        part.close()
