@@ -35,7 +35,7 @@ __all__ = [
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
 GROUP_BYTES = 8 << 20  # bytes hashed and written at a time
 _LENGTH_BYTES = 8
-_OURS = "ftckpt"
+OURS = "ftckpt"
 _OPTIONAL = ("boxes", "holders", "elsewhere")
 
 
@@ -64,7 +64,7 @@ def shard_header(table: TensorTable) -> bytes:
     if not table.digests:
         table = msgspec.structs.replace(table, digests=(PLACEHOLDER,) * table.blocks)
     fields = {name: value for name in table.__struct_fields__ if (value := getattr(table, name)) != () or name not in _OPTIONAL}
-    header: dict[str, object] = {RESERVED_NAME: {"format": "pt", _OURS: msgspec.json.encode(fields).decode()}}
+    header: dict[str, object] = {RESERVED_NAME: {"format": "pt", OURS: msgspec.json.encode(fields).decode()}}
     header.update(_sections(table))
     text = msgspec.json.encode(header)
     size = page_up(_LENGTH_BYTES + len(text))

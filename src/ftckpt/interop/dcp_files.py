@@ -31,6 +31,12 @@ _ALLOWED = frozenset(
 )
 
 
+_OPTIMIZER_KEYS = frozenset(
+    {"step", "exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum"}
+    | {"mu_product", "eta", "mu", "ax", "prev", "step_size", "row_var", "col_var", "variance"}
+)  # what torch's optimizers keep per parameter
+
+
 class _Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -44,7 +50,8 @@ class DcpWeights:
 
     Args:
         path: the directory, with its ``.metadata``.
-        key: take what is under this key path only (``"model"``), without it in the names.
+        key: take what is under this key path only (``"model"``), without it in the names; empty: the weights that an optimizer in
+            the directory belongs to, if there is one, else all of it.
     """
 
     def __init__(self, path: str | os.PathLike[str], key: str | Sequence[str] = ()) -> None:
@@ -57,13 +64,15 @@ class DcpWeights:
 
         Raises:
             NotFound: there is none. Damaged: it has anything but metadata in it, or points outside the directory.
-            ConfigError: no tensor is under the key.
+            ConfigError: no tensor is under the key; or there is an optimizer, and no telling of which weights.
         """
         file = Path(self.where) / METADATA
         if not file.is_file():
             raise NotFound(f"{self.where} has no {METADATA}", todo="name a directory that dcp.save wrote")
         self._tensors = _tensors(inert.read(file.read_bytes(), _ALLOWED, str(file)), str(file))
-        if self._prefix:
+        if not self._prefix:
+            self._tensors = _without_optimizers(self._tensors, self.where)
+        else:
             start = self._prefix + "."
             have = sorted({name.partition(".")[0] for name in self._tensors})
             self._tensors = {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
@@ -113,6 +122,32 @@ class DcpWeights:
         if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (kind.dtype, chunk.sizes):
             raise Damaged(f"{self.where}/{chunk.file}: {name} is not what {METADATA} says", todo="give another checkpoint")
         return tensor
+
+
+def _without_optimizers(tensors: dict[str, tuple[Kind, list[_Chunk]]], where: str) -> dict[str, tuple[Kind, list[_Chunk]]]:
+    """The weights in a directory that has optimizer state, too; all tensors if it has none.
+
+    Raises:
+        ConfigError: the optimizers name parameters of several models, or of none that is here.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        groups.setdefault(name.partition(".")[0], []).append(name)
+    states = {top: [n.split(".")[2:] for n in names] for top, names in groups.items() if all(n.startswith(f"{top}.state.") for n in names)}
+    optimizers = {top: parts for top, parts in states.items() if all(len(p) > 1 and p[-1] in _OPTIMIZER_KEYS for p in parts)}
+    if not optimizers:
+        return tensors
+    rest = {n: t for n, t in tensors.items() if n.partition(".")[0] not in optimizers}
+    parameters = {".".join(p[:-1]) for parts in optimizers.values() for p in parts}
+    owners = {"" for n in rest if n in parameters} | {n.partition(".")[0] for n in rest if n.partition(".")[2] in parameters}
+    if len(owners) != 1:
+        raise ConfigError(
+            f"{where} has optimizer state ({', '.join(sorted(optimizers))}) beside {'several' if owners else 'no'} weights that it is of",
+            now="nothing was loaded",
+            todo=f"say with key= (--key) where the weights are; at its top it has {', '.join(sorted(groups))}",
+        )
+    (owner,) = owners
+    return rest if not owner else {n.removeprefix(f"{owner}."): t for n, t in rest.items() if n.startswith(f"{owner}.")}
 
 
 def _tensors(metadata: Any, where: str) -> dict[str, tuple[Kind, list[_Chunk]]]:

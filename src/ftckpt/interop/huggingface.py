@@ -17,11 +17,13 @@ import torch
 
 from ftckpt import wiring
 from ftckpt.errors import ConfigError, Damaged, NotFound
-from ftckpt.flows.export import ExportReport, new_directory, written_files
-from ftckpt.flows.export_hf import MAX_SHARD_BYTES, file_names, metadata_of, select, write_files
+from ftckpt.flows.export import ExportReport
+from ftckpt.flows.export_hf import select
+from ftckpt.flows.hf_files import MAX_SHARD_BYTES, write_model
 from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.casting import FLOATS, check_target
 from ftckpt.format.safetensors import Section, read_sections
+from ftckpt.format.shard import OURS
 from ftckpt.interop.adapter import Adapter
 from ftckpt.interop.view import View
 from ftckpt.interop.weights import Kind
@@ -66,7 +68,14 @@ class SafetensorsWeights:
             for file in files:
                 reader = self._open.enter_context(store.reader(file))
                 self._readers[file] = reader
-                for name, section in read_sections(reader, f"{folder}/{file}")[0].items():
+                sections, metadata = read_sections(reader, f"{folder}/{file}")
+                if OURS in metadata:
+                    raise ConfigError(
+                        f"{folder}/{file} is a shard of a generation, with tensors of all its states",
+                        now="nothing was loaded",
+                        todo=f"name the generation instead: {folder}",
+                    )
+                for name, section in sections.items():
                     if name in self._sections:
                         raise Damaged(
                             f"{folder}: {name} is in {self._sections[name][0]} and in {file}", todo="give one of the files, or an index"
@@ -192,27 +201,11 @@ def export_adapted(
         made = adapter.split(one.source, torch.empty(stored.shape, dtype=kind, device="meta"))
         if not made:
             left_out[one.source] = "the adapter leaves it out"
-
         for name, t in made.items():
             whole = partial(_split_again, adapter, view, one.source, stored, kind, name)
             items.append(_Split(name, t.dtype, tuple(t.shape), whole))
     names = Counter(i.name for i in items)
     if len(names) != len(items):
         raise ConfigError(f"the adapter gives the name {names.most_common(1)[0][0]} twice", now="nothing was written")
-    with new_directory(out) as folder:
-        write_files(folder, file_names(items, max_shard_bytes, file_map), metadata_of(generation, state), progress or (lambda f, n: None))
-        sizes = written_files(folder)
-    return ExportReport(
-        job=generation.job,
-        step=generation.manifest.step,
-        location=generation.location,
-        format="hf",
-        out=os.fspath(out),
-        files=sizes,
-        tensors=len(items),
-        bytes=sum(sizes.values()),
-        seconds=time.monotonic() - began,
-        cast=tuple(cast),
-        tied=chosen.tied,
-        left_out=left_out,
-    )
+    report = write_model(generation, out, items, state=state, max_shard_bytes=max_shard_bytes, file_map=file_map, progress=progress)
+    return msgspec.structs.replace(report, seconds=time.monotonic() - began, cast=tuple(cast), tied=chosen.tied, left_out=left_out)

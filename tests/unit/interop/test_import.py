@@ -82,6 +82,27 @@ def test_other_sources_and_a_cast(tmp_path, run):
     assert "nothing was loaded" in err
 
 
+@pytest.mark.covers("A9", "A16")
+def test_of_a_dcp_export_with_optimizer_state_the_weights_are_taken(tmp_path, run):
+    given = net(3)
+    optimizer = torch.optim.AdamW(given.parameters())
+    with opened(tmp_path) as ckpt:
+        ckpt.register(model=given, optimizer=optimizer, train={"n": 0})
+        ckpt.resume()
+        given(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        location = ckpt.save(wait=30.0).location
+    assert run("export", "gpt", "--to", "dcp", "--out", tmp_path / "dcp")[0] == 0
+    status, out, err = run("import", "two", "--from", tmp_path / "dcp", "--format", "dcp", "--new-job", "--json")
+    assert (status, json.loads(out)["tensors"]) == (0, len(given.state_dict())), err
+    ftckpt.load_model("two", fresh := net(4), root=tmp_path / "root")
+    assert equal(fresh.state_dict(), given.state_dict())
+    shard = next((tmp_path / "root" / "gpt" / "generations" / location).glob("shard-*"))
+    status, _, err = run("import", "three", "--from", shard, "--new-job")
+    assert (status, "a shard of a generation" in err, (tmp_path / "root" / "three").exists()) == (2, True, False)
+
+
 def test_a_bare_name_is_a_file_or_directory_here_else_a_job_in_the_given_root(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FTCKPT_ROOT")

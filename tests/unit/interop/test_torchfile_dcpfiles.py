@@ -94,6 +94,33 @@ def test_weights_of_a_dcp_directory(directory):
         pass
 
 
+@pytest.mark.covers("A9")
+@pytest.mark.parametrize(
+    ("layout", "taken"),
+    [
+        (lambda w, o: {"model": w, "ema": {"x": torch.ones(2)}, "optim": {"state": o}}, "model"),
+        (lambda w, o: {**w, "optim": {"state": o}}, ""),
+        (lambda w, o: {"model": w, "ema": w, "optim": {"state": o}}, "several weights that it is of; ema, model, optim"),
+        (lambda w, o: {"model": w, "optim": {"state": dict(enumerate(o.values()))}}, "no weights that it is of; model, optim"),
+    ],
+    ids=["beside", "above", "two", "numbered"],
+)
+def test_without_a_key_the_weights_are_those_that_the_optimizer_is_of_or_none(tmp_path, layout, taken):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    state = {name: {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(p)} for name, p in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(layout(model.state_dict(), state), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    if taken in ("", "model"):
+        with DcpWeights(tmp_path / "dcp") as weights:
+            assert sorted(weights.kinds()) == sorted(model.state_dict())
+        return
+    with pytest.raises(errors.ConfigError) as e, DcpWeights(tmp_path / "dcp"):
+        pass
+    why, _, keys = taken.partition("; ")
+    assert (why in e.value.what, e.value.todo.endswith(keys)) == (True, True)
+
+
 @pytest.mark.slow
 @pytest.mark.covers("A9")
 def test_weights_that_two_sharded_ranks_saved_with_dcp(tmp_path):
