@@ -140,10 +140,11 @@ class Runner:
                 break
             except Nothing as e:
                 if time.time() > end:
-                    disarm(self.job)
-                    self.tell(f"not done: {planned.kind}: {e}")
-                    self.happened.append(Happened(kind="skipped", time=time.time(), text=planned.kind))
+                    self._skip(planned, e)
                     return
+            except (OSError, RuntimeError, subprocess.SubprocessError, FtckptError) as e:  # whatever it left is judged with the rest
+                self._skip(planned, e)
+                return
             self._tick()
         self.done += 1
         self.happened.append(happened)
@@ -151,6 +152,11 @@ class Runner:
         self.tell(f"{self.done}: {happened.kind} {' '.join(happened.units)} (step {max((x.step for x in self.last.values()), default=0)})")
         if undo is not None:
             self._undo.append((time.time() + planned.hold, undo, planned.kind))
+
+    def _skip(self, planned: Planned, why: Exception) -> None:
+        disarm(self.job)
+        self.tell(f"not done: {planned.kind}: {type(why).__name__}: {why}")
+        self.happened.append(Happened(kind="skipped", time=time.time(), text=planned.kind))
 
     def _calm(self) -> float:
         """No more faults: undo what is pending, see that generations come again, then let the job end. Returns when faults stopped."""

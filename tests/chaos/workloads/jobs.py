@@ -146,7 +146,7 @@ class Job:
         child.argv[child.argv.index("--bind") + 1] = f"{host}:{port}"
         child.env.update({MARK: str(self.plan.folder / mark), "URL": f"http://{host}:{port}"})
         child.start()
-        wait_port(host, port, 30)
+        wait_port(host, port, 150)  # it imports torch
         return child
 
     def supervise(self, now: float) -> None:
