@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.config import Deadlines, Settings, env_name, launch, load, reading, setting_keys, unknown_variables
+from ftckpt.config import Settings, env_name, launch, load, reading, setting_keys, unknown_variables
+from ftckpt.domain.deadlines import Deadlines
 from ftckpt.errors import ConfigError
 
 
