@@ -105,7 +105,9 @@ class Commit:
     def _try(self, job: Job, manifest: Manifest, entry: Entry) -> Outcome:
         """One look at the log, for its own attempt first, and at most one append."""
         timeout, compared = job.config.log_timeout_s, manifest.known_tail
-        tail = read_tail(self._log, self._desk, timeout=timeout, claimed=manifest.known_tail, claimed_log=manifest.log)
+        tail = read_tail(
+            self._log, self._desk, timeout=timeout, claimed=manifest.known_tail, claimed_log=manifest.log, at=manifest.trajectory
+        )
         if tail is not None:
             after = compared if manifest.log in ("", tail.log) else -1
             mine = own_entry(self._log.entries(after=after, timeout=timeout), entry.attempt) if tail.index > after else None

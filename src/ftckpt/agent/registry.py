@@ -124,8 +124,9 @@ class Registry:
     def _look(self) -> None:
         """Read the tail, begin to watch it, and judge where training stands."""
         timeout = self._config.log_timeout_s
+        at = self._live.trajectory if self._live is not None else None
         try:
-            tail = read_tail(self._log, self._desk, timeout=timeout)
+            tail = read_tail(self._log, self._desk, timeout=timeout, at=at)
         except LogRegressed as e:
             if self._warned_regress != e.what:
                 self._warned_regress = e.what

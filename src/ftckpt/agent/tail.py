@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from ftckpt.agent.desk import Desk
-from ftckpt.domain.ledger import Entry, own_entry, regressed
+from ftckpt.domain.ledger import Entry, carries_on, regressed
+from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import LogRegressed
 from ftckpt.ports import CommitLog
 
 
-def read_tail(log: CommitLog, desk: Desk, *, timeout: float, claimed: int = -1, claimed_log: str = "") -> Entry | None:
+def read_tail(
+    log: CommitLog, desk: Desk, *, timeout: float, claimed: int = -1, claimed_log: str = "", at: Trajectory | None = None
+) -> Entry | None:
     """The newest entry, by a linearizable read; remembered on the desk.
 
     Args:
         claimed: index of an entry of ``claimed_log`` that is known to have been there.
         claimed_log: uuid ("": of whatever log this is).
+        at: a state of this job; its history may prove that a rebuilt log has what was known.
 
     Raises:
         LogRegressed: the log shows less than was known, and is not one that was rebuilt with it.
@@ -21,7 +25,7 @@ def read_tail(log: CommitLog, desk: Desk, *, timeout: float, claimed: int = -1, 
     """
     tail, known = log.tail(timeout=timeout), desk.tail
     uuid = tail.log if tail is not None else log.uuid(timeout=timeout)
-    if known is not None and uuid and known.log != uuid and own_entry(log.entries(timeout=timeout), known.attempt):
+    if known is not None and uuid and known.log != uuid and carries_on(log.entries(timeout=timeout), known, at):
         known = None
         desk.new_log(uuid)
     index = -1 if tail is None else tail.index

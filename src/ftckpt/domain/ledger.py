@@ -146,6 +146,27 @@ def own_entry(entries: Iterable[Entry], attempt: str) -> Entry | None:
     return next((e for e in entries if e.attempt == attempt), None)
 
 
+def carries_on(entries: Iterable[Entry], known: Entry, at: Trajectory | None) -> bool:
+    """Whether a log with another identity was made from what this one had up to the known entry (``ftckpt log rebuild``).
+
+    It has that entry. Or, since no rebuilt log has openings, and of states that were opened but not saved nothing but those was there:
+    the known entry is an ``open``, and the log has the generation that it was opened from, by the hashes: opening leads from that one's
+    to the known one's, or a state whose history holds both at the same step shows that nothing but openings lies between them.
+
+    Args:
+        at: a state that holds the known entry, or None.
+    """
+    entries = tuple(entries)
+    if own_entry(entries, known.attempt) is not None:
+        return True
+    if known.kind != "open":
+        return False
+    bases = [e for e in entries if e.kind == "generation" and e.step == known.step]
+    if any(Trajectory(e.step, e.trajectory).open(known.attempt).h == known.trajectory for e in bases):
+        return True
+    return at is not None and at.holds(known.trajectory) and any(at.holds(e.trajectory) for e in bases)
+
+
 def regressed(known: Entry | None, tail: Entry | None, log: str) -> bool:
     """Whether the log shows less than was known before: another UUID, or a tail older than the known one (rule 10)."""
     if known is None:

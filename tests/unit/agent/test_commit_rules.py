@@ -236,6 +236,42 @@ def test_log_with_another_identity_is_not_written_unless_it_was_rebuilt_with_wha
     assert bench.run() == "Committed"
 
 
+def rebuilt_under_an_opening(opened: int, saved: Trajectory, *, other: bool = False) -> tuple[Bench, str]:
+    """A state opened from a saved one, ``opened`` times, then saved, while the log is lost and rebuilt; how that save ends."""
+    at, tail, opens = saved, None, []
+    for number in range(opened):
+        at = at.open(f"{number:08x}")
+        opens.append((f"{number:08x}", at))
+    bench = Bench([], at.advance([(1, 1)]))
+    tail = bench.inner.append(other_entry(saved.step, saved.h), expect_tail=-1)
+    for attempt, t in opens:
+        tail = bench.inner.append(opening(tail, attempt, t), expect_tail=tail.index)
+    bench.desk.see_tail(tail)
+    kept = other_entry(saved.step, after(7).h) if other else bench.inner.entries()[0]
+    bench.log.inner = MemoryLog("job2")
+    bench.log.inner.adopt([msgspec.structs.replace(kept, index=0, base=-1)])
+    return bench, bench.run()
+
+
+def opening(base: Entry, attempt: str, at: Trajectory) -> Entry:
+    return msgspec.structs.replace(base, kind="open", trajectory=at.h, base=0, attempt=attempt, location="", manifest="")
+
+
+@pytest.mark.covers("F81", "I13")
+@pytest.mark.parametrize("opened", [1, 3])
+def test_a_log_rebuilt_without_the_openings_that_came_last_is_written_to(opened: int) -> None:
+    bench, ended = rebuilt_under_an_opening(opened, after(1))
+    assert ended == "Committed"
+    assert [e.step for e in bench.log.inner.entries()] == [1, 2]
+    assert bench.desk.log_uuid == bench.log.inner.uuid()
+
+
+@pytest.mark.covers("F81", "I3")
+def test_a_log_without_what_the_last_opening_was_opened_from_is_not_written_to() -> None:
+    bench, ended = rebuilt_under_an_opening(1, after(1), other=True)
+    assert (ended, bench.end.error, len(bench.log.inner.entries())) == ("Failed", "LogRegressed", 1)
+
+
 def test_record_names_the_manifest_and_the_directory() -> None:
     bench = Bench([], after(1))
     bench.run()
