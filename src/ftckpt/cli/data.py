@@ -13,7 +13,7 @@ from ftckpt.errors import DataError, NotFound
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftckpt.data.audit import AuditReport
+    from ftckpt.data.judging import AuditReport
     from ftckpt.domain.ledger import Entry
 
 SHOWN = 8  # ranges in a cell of the table
@@ -40,7 +40,8 @@ def audit(
     json: common.Json = False,
 ) -> None:
     """Judge what trainers recorded, along the trajectory of the newest entry (or another); exit status 15 unless it is exact."""
-    from ftckpt.data.audit import FOLDER, judge_audit, judge_each, read_audit, replica_names
+    from ftckpt.data.audit import FOLDER, read_audit, replica_names
+    from ftckpt.data.judging import judge_audit, judge_each
     from ftckpt.domain.trajectory import genesis
     from ftckpt.wiring import root_path
 
@@ -89,7 +90,7 @@ def _entry(parts: common.Parts, job: str, step: int | None, generation: str | No
 
 
 def _why(reports: Mapping[str, AuditReport]) -> str:
-    from ftckpt.data.audit import amount
+    from ftckpt.data.judging import amount
 
     said = []
     for name, r in reports.items():
@@ -107,7 +108,7 @@ def _why(reports: Mapping[str, AuditReport]) -> str:
 
 
 def _print(entry: Entry, reports: Mapping[str, AuditReport]) -> None:
-    from ftckpt.data.audit import amount
+    from ftckpt.data.judging import amount
 
     columns = ["epoch", "consumed once", "repeated", "missing", "orphaned", ""]
     table = common.table(*(["replica"] if "" not in reports else []), *columns, right=("epoch",))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ftckpt.data.audit import FOLDER, amount, judge_each, read_audit
+from ftckpt.data.audit import FOLDER, read_audit
+from ftckpt.data.judging import amount, judge_each
 from ftckpt.demo.scenario import JOB, Scenario
 from ftckpt.domain.trajectory import genesis
 

@@ -10,7 +10,7 @@ import msgspec
 from chaos.checkers.verdicts import Verdict, unknown, verdict
 from chaos.evidence import Evidence, Usage
 from chaos.nemeses.schedule import KINDS
-from ftckpt.data.audit import judge_audit
+from ftckpt.data.judging import judge_audit
 
 MIN_SAMPLES = 12
 ROOM = {"rss": 96 << 20, "fds": 24, "threads": 12}  # that a process may grow by over its life

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.data.audit import AuditWriter, Made, Use, judge_audit, ranges, read_audit
+from ftckpt.data.audit import AuditWriter, Made, Use, read_audit
+from ftckpt.data.judging import judge_audit, ranges
 from ftckpt.errors import StoreError
 
 

@@ -15,8 +15,8 @@ from shared_world import ORIGIN, World, name_of
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ftckpt.data.audit import judge_audit
 from ftckpt.data.elastic import ElasticLoader
+from ftckpt.data.judging import judge_audit
 from ftckpt.data.sampler import ElasticSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
