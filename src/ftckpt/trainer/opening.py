@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
-from ftckpt.config import Settings
+from ftckpt.config import Settings, launch
 from ftckpt.domain.ledger import Entry
-from ftckpt.errors import ConfigError, NotFound, StoreError
+from ftckpt.errors import ConfigError, LogUnreachable, NotFound, StoreError
 from ftckpt.flows.place import check_bound
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import TieredStore
 from ftckpt.trainer.group import Group
+from ftckpt.trainer.replicas.bounds import Limits
 from ftckpt.wiring import (
     agent_config,
     claim_root,
@@ -31,6 +33,9 @@ from ftckpt.wiring import (
 )
 
 logger = logging.getLogger("ftckpt")
+
+LOG_WAIT_S = Limits().log_wait  # as long as a replica that has started waits for it before its first vote
+LOG_POLL_S = 1.0
 
 
 class Opened(NamedTuple):
@@ -119,9 +124,41 @@ def open_agent(settings: Settings, parts: Opened) -> AgentClient:
     same = f"job={settings.job} root={settings.root} durable={settings.durable} log={settings.log} replica={settings.replica}"
     group.check_equal("settings", same.encode(), what="job, root, durable tier, log and replica")
     url = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
-    claim_root(parts.store, settings.job, log=url, uuid=vouching(parts.log), new_job=settings.new_job, bind=False)
+    uuid = await_log(parts.log, LOG_WAIT_S if launch().lighthouse else 0.0)
+    claim_root(parts.store, settings.job, log=url, uuid=uuid, new_job=settings.new_job, bind=False)
     told = agent_config(settings, rank=group.rank, group_world_size=group.world_size, incarnation=group.incarnation)
     return AgentClient.open(told, on_warning=_warn)
+
+
+def await_log(log: CommitLog, wait: float) -> str:
+    """The uuid of the log if it has entries; one that does not answer is waited for.
+
+    A replica among others waits, since its peers train on meanwhile, and until the log answers nothing tells whether their state is the
+    job's newest (rule 3): it comes back when the log does, without a restart.
+
+    Args:
+        wait: seconds; 0 asks once.
+
+    Raises:
+        LogUnreachable: it did not answer in that time.
+    """
+    end, told = time.monotonic() + wait, False
+    while True:
+        try:
+            return vouching(log)
+        except LogUnreachable as e:
+            if wait <= 0:
+                raise
+            if time.monotonic() >= end:
+                raise LogUnreachable(
+                    f"{e.what}; this replica has waited {wait:g} s for it",
+                    now="nothing was started; without the log nothing tells whether a peer's state is the job's newest, so that none was taken",
+                    todo="start the log's server again, then this replica; those that train go on meanwhile",
+                ) from e
+            if not told:
+                logger.warning("the commit log does not answer; this replica starts when it does, at most %g s from now: %s", wait, e.what)
+            told = True
+            time.sleep(min(LOG_POLL_S, max(0.0, end - time.monotonic())))
 
 
 def bind_root(settings: Settings, store: BlobStore, tail: Entry) -> None:

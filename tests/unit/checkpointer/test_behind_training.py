@@ -11,12 +11,13 @@ from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.policy import Every, Never
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import DeadlineExceeded, Diverged, FtckptError, SaveFailed
+from ftckpt.errors import DeadlineExceeded, Diverged, FtckptError, LogUnreachable, SaveFailed
 from ftckpt.stores.memory import MemoryStore
 from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.trainer.background import Background
 from ftckpt.trainer.events import Events
 from ftckpt.trainer.handle import SaveHandle
+from ftckpt.trainer.opening import await_log
 from ftckpt.trainer.rank import Rank
 from ftckpt.trainer.replicas.base import Outcome
 from ftckpt.trainer.tail import TailReader
@@ -164,6 +165,34 @@ def test_closing_tells_every_failure_that_was_not_told_yet(ending: bool) -> None
     told = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     for text in ("disk full", "no such bucket", *(["no end of work"] if ending else [])):
         assert sum(text in line for line in told) == 1
+
+
+@pytest.mark.covers("I8", "I13", "I14", "F65")
+def test_a_replica_that_starts_while_the_log_is_away_waits_for_it_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(MemoryLog):
+        """Does not answer the next so many reads."""
+
+        silent = 2
+
+        def tail(self, *, timeout: float | None = None) -> Entry | None:
+            if self.silent:
+                self.silent -= 1
+                raise LogUnreachable("no answer")
+            return super().tail(timeout=timeout)
+
+    monkeypatch.setattr("ftckpt.trainer.opening.LOG_POLL_S", 0.01)
+    log = Away("job")
+    assert await_log(log, 60.0) == ""
+    entry = generation(log, states(1)[1])
+    log.silent = 2
+    assert await_log(log, 60.0) == entry.log
+    log.silent = 1
+    with pytest.raises(LogUnreachable, match=r"^no answer$"):
+        await_log(log, 0.0)
+    log.silent = 10**9
+    with pytest.raises(LogUnreachable, match=r"no answer; this replica has waited 0\.05 s") as e:
+        await_log(log, 0.05)
+    assert "nothing was started" in e.value.now
 
 
 @pytest.mark.covers("I13")
