@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def agent(
-    job: common.Job,
+    job: common.Job = None,
     replica: Annotated[str | None, typer.Option("--replica", help="Name of the replica group.", show_default=False)] = None,
     rank: Annotated[int, typer.Option("--rank", help="Rank in the group.", min=0)] = 0,
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks of the group.", min=1)] = 1,

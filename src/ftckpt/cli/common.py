@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from ftckpt.config import Settings
     from ftckpt.ports import BlobStore
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the training run.", show_default=False)]
+Job = Annotated[
+    str | None, typer.Argument(metavar="[JOB]", help="Name of the training run. Else FTCKPT_JOB, else ftckpt.toml.", show_default=False)
+]
+NewJob = Annotated[str, typer.Argument(metavar="JOB", help="Name of the training run.", show_default=False)]
 Root = Annotated[str | None, typer.Option("--root", help="Root: a path or URL. Else FTCKPT_ROOT, else ftckpt.toml.", show_default=False)]
 Log = Annotated[
     str | None, typer.Option("--log", help="Commit log's URL. Else FTCKPT_LOG, ftckpt.toml, SQLite in the root.", show_default=False)
@@ -42,6 +45,12 @@ class Parts(msgspec.Struct, frozen=True):
     log: Any
     log_url: str
 
+    @property
+    def job(self) -> str:
+        """The job's name, wherever it was given."""
+        name: str = self.settings.job
+        return name
+
 
 def settings(
     job: str | None,
@@ -57,7 +66,7 @@ def settings(
 
 @contextmanager
 def opened(
-    job: str, root: str | None, log: str | None, file: str | None = None, timeout: float | None = None, *, must_exist: bool = True
+    job: str | None, root: str | None, log: str | None, file: str | None = None, timeout: float | None = None, *, must_exist: bool = True
 ) -> Iterator[Parts]:
     """Open a job's root and log for a verb.
 
@@ -169,6 +178,11 @@ def size(n: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def count(n: int, one: str, many: str = "") -> str:
+    """A number with its noun."""
+    return f"{n} {one if n == 1 else many or one + 's'}"
 
 
 def when(seconds: float) -> str:

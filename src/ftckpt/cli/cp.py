@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def cp(
-    job: common.Job,
+    job: common.NewJob,
     to: Annotated[str, typer.Argument(metavar="TO", help="Root to copy into: a path or URL.", show_default=False)],
     generation: Which = None,
     step: Step = None,
@@ -77,6 +77,8 @@ def _say(copied: Copied, entry: Entry | None, json: bool) -> None:
     if json:
         common.print_json({"entry": entry, "copied": copied})
     else:
-        print(f"step {copied.step} ({copied.location}) is in {copied.url}: {copied.files} files, {common.size(copied.bytes)} copied")
+        print(
+            f"step {copied.step} ({copied.location}) is in {copied.url}: {common.count(copied.files, 'file')}, {common.size(copied.bytes)} copied"
+        )
         if copied.made_whole:
             print("it referred to files of earlier generations; the copy has all its tensors itself, and a manifest of its own")

@@ -13,7 +13,7 @@ from ftckpt.errors import DataError, NotFound
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ftckpt.data.judging import AuditReport
+    from ftckpt.data.judging import AuditReport, EpochAudit
     from ftckpt.domain.ledger import Entry
 
 SHOWN = 8  # ranges in a cell of the table
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def audit(
-    job: common.Job,
+    job: common.Job = None,
     step: Annotated[int | None, typer.Option("--step", help="The generation of this step.", show_default=False)] = None,
     generation: Annotated[str | None, typer.Option("--generation", help="Index or directory name.", show_default=False)] = None,
     per_replica: Annotated[bool, typer.Option("--per-replica", help="Judge each replica's share by itself: loaders of their own.")] = False,
@@ -48,6 +48,7 @@ def audit(
     common.one_of(step=step, generation=generation)
     common.one_of(samples=samples, per_replica=per_replica)
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         common.require_job(parts.store, job)
         entry = _entry(parts, job, step, generation)
         given = parts.settings
@@ -69,7 +70,7 @@ def audit(
         plain = {name or "job": {"exact": r.exact, **{f: getattr(r, f) for f in r.__struct_fields__}} for name, r in reports.items()}
         common.print_json({"exact": exact, "index": entry.index, "step": entry.step, "reports": plain})
     else:
-        _print(entry, reports)
+        _print(entry, reports, told=samples is not None)
     if not exact:
         raise DataError(
             f"job {job!r} at step {entry.step}: not every sample was consumed exactly once: {_why(reports)}",
@@ -98,7 +99,9 @@ def _why(reports: Mapping[str, AuditReport]) -> str:
         if not r.whole:
             said.append(f"{of}the records reach back to step {r.since} only")
         if r.unrecorded:
-            said.append(f"{of}{len(r.unrecorded)} contributions were not recorded (the first at step {r.unrecorded[0][0]})")
+            said.append(
+                f"{of}{common.count(len(r.unrecorded), 'contribution was', 'contributions were')} not recorded (the first at step {r.unrecorded[0][0]})"
+            )
         for e in r.epochs:
             if e.repeated:
                 said.append(f"{of}epoch {e.epoch}: {amount(e.repeated)} repeated")
@@ -107,7 +110,7 @@ def _why(reports: Mapping[str, AuditReport]) -> str:
     return "; ".join(said)
 
 
-def _print(entry: Entry, reports: Mapping[str, AuditReport]) -> None:
+def _print(entry: Entry, reports: Mapping[str, AuditReport], *, told: bool) -> None:
     from ftckpt.data.judging import amount
 
     columns = ["epoch", "consumed once", "repeated", "missing", "orphaned", ""]
@@ -115,14 +118,21 @@ def _print(entry: Entry, reports: Mapping[str, AuditReport]) -> None:
     for name, r in reports.items():
         for e in r.epochs:
             cells = [f"{amount(part)}{_listed(part)}" for part in (e.once, e.repeated, e.missing, e.orphaned)]
-            table.add_row(*([name] if name else []), str(e.epoch), *cells, "" if e.over else "not over")
+            table.add_row(*([name] if name else []), str(e.epoch), *cells, _remark(e, told or e.epoch > min(x.epoch for x in r.epochs)))
     out = common.console()
     out.print(table, markup=False)
     steps = max((r.steps for r in reports.values()), default=0)
     out.print(
-        f"step {entry.step} (#{entry.index}): {steps} steps with samples judged, {_why(reports) or 'each sample exactly once'}",
+        f"step {entry.step} (#{entry.index}): {common.count(steps, 'step')} with samples judged, {_why(reports) or 'each sample exactly once'}",
         markup=False,
     )
+
+
+def _remark(e: EpochAudit, known: bool) -> str:
+    """What the newest epoch lacks; ``known``: its samples are told, or those of an epoch before it."""
+    if e.over:
+        return ""
+    return "not over" if e.missing else "complete" if known else "maybe not over: --samples tells what an epoch has"
 
 
 def _listed(ranges: tuple[tuple[int, int], ...]) -> str:

@@ -6,7 +6,7 @@ from ftckpt.cli import common
 
 
 def du(
-    job: common.Job,
+    job: common.Job = None,
     root: common.Root = None,
     log: common.Log = None,
     config: common.Config = None,
@@ -17,6 +17,7 @@ def du(
     from ftckpt.flows.du import usage
 
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         common.require_job(parts.store, job)
         found = usage(parts.log, parts.store, job)
     if json:

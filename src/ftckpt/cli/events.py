@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 
 def events(
-    job: common.Job,
+    job: common.Job = None,
     root: common.Root = None,
     log: common.Log = None,
     config: common.Config = None,
@@ -25,6 +25,7 @@ def events(
 ) -> None:
     """Show resumes and what they passed over, heals, refusals and other news with their reasons, oldest first."""
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         found = sorted(parts.log.events(limit=limit), key=lambda e: e.time)
     if json:
         common.print_json(found)

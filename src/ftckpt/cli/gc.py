@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def gc(
-    job: common.Job,
+    job: common.Job = None,
     keep: Annotated[
         str | None,
         typer.Option("--keep", help="Policy: 3, or last:3,every:1000,steps:500;900,best:loss:min,younger:7d.", show_default=False),
@@ -40,6 +40,7 @@ def gc(
     if yes and dry_run:
         raise ConfigError("--yes and --dry-run exclude each other", now="nothing was removed", todo="give one of them")
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         common.require_job(parts.store, job)
         policy = parse_keep(parts.settings.keep if keep is None else keep)
         report = None

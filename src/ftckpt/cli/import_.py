@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def import_(
-    job: common.Job,
+    job: common.NewJob,
     source: Annotated[
         str,
         typer.Option(

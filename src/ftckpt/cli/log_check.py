@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check(
-    job: common.Job,
+    job: common.Job = None,
     root: common.Root = None,
     log: common.Log = None,
     config: common.Config = None,
@@ -25,6 +25,7 @@ def check(
     from ftckpt.flows.log_check import log_check
 
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         found = log_check(parts.log, parts.store, job)
     if json:
         common.print_json({"sound": found.sound, "entries": found.entries, "directories": found.directories, "findings": found.findings})
@@ -33,9 +34,12 @@ def check(
         for f in found.findings:
             name = " ".join(filter(None, (f"#{f.index}" if f.index >= 0 else "", f.location)))
             out.print(f"{f.grade}: {name}: {f.text}" if name else f"{f.grade}: {f.text}", markup=False)
-        out.print(f"{found.entries} entries and {found.directories} directories compared", markup=False)
+        entries, directories = common.count(found.entries, "entry", "entries"), common.count(found.directories, "directory", "directories")
+        out.print(f"{entries} and {directories} compared", markup=False)
     if not found.sound:
         errors = sum(f.grade == "error" for f in found.findings)
         raise Damaged(
-            f"log and root of job {job!r} disagree in {errors} points", now="nothing was changed", todo=f"see ftckpt log rebuild {job}"
+            f"log and root of job {job!r} disagree in {common.count(errors, 'point')}",
+            now="nothing was changed",
+            todo=f"see ftckpt log rebuild {job}",
         )

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def rebuild(
-    job: common.Job,
+    job: common.Job = None,
     yes: Annotated[bool, typer.Option("--yes", help="Carry the plan out. No process of the job may be running.")] = False,
     tip: Annotated[str | None, typer.Option("--tip", help="Directory of the generation to end at.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Verify every byte, not only sizes, headers and small files.")] = False,
@@ -31,6 +31,7 @@ def rebuild(
     from ftckpt.flows.log_rebuild import rebuild as flow
 
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         common.require_job(parts.store, job)
         with progress_bar(0, "verifying") as progress:
             plan = plan_rebuild(parts.log, parts.store, job, tip=tip, full=full, progress=progress)

@@ -15,7 +15,7 @@ Step = Annotated[int | None, typer.Option("--step", help="The generation of this
 
 
 def pin(
-    job: common.Job,
+    job: common.Job = None,
     generation: Which = None,
     step: Step = None,
     note: Annotated[str, typer.Option("--note", help="Why, for whoever reads it later.")] = "",
@@ -30,6 +30,7 @@ def pin(
 
     common.one_of(generation=generation, step=step)
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         entry = flow(parts.log, job, generation, note, step=step)
     if json:
         common.print_json({"entry": entry, "pinned": True, "note": note})

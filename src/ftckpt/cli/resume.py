@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def resume(
-    job: common.Job,
+    job: common.Job = None,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="[-- CMD…]", help="Command to start, after two dashes.", show_default=False)
     ] = None,
@@ -47,6 +47,7 @@ def resume(
         raise ConfigError("--dry-run starts nothing, but a command is given", now="nothing was done", todo="leave one of them out")
     request = _request(step, generation, fresh)
     with common.opened(job, root, log, config, timeout, must_exist=False) as parts:
+        job = parts.job
         if not parts.settings.new_job and not common.has_job(parts.store, job) and _others(parts, job):
             common.require_job(parts.store, job)
         common.check_log(parts)

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def show(
-    job: common.Job,
+    job: common.Job = None,
     generation: Annotated[
         str | None, typer.Argument(metavar="[GENERATION]", help="Index or directory name; left out: the newest.", show_default=False)
     ] = None,
@@ -35,6 +35,7 @@ def show(
 
     common.one_of(generation=generation, step=step)
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         entry = find(parts.log, job, generation, step=step)
         found = detail(parts.store, job, entry.location, entry, parts.log.placements(entry.index))
     if json:

@@ -7,7 +7,7 @@ from ftckpt.cli.pin import Step, Which
 
 
 def unpin(
-    job: common.Job,
+    job: common.Job = None,
     generation: Which = None,
     step: Step = None,
     root: common.Root = None,
@@ -21,6 +21,7 @@ def unpin(
 
     common.one_of(generation=generation, step=step)
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         entry, had = flow(parts.log, job, generation, step=step)
     if json:
         common.print_json({"entry": entry, "pinned": False, "was_pinned": had})

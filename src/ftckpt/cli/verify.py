@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    job: common.Job,
+    job: common.Job = None,
     step: Annotated[int | None, typer.Option("--step", help="The generation of this step.", show_default=False)] = None,
     generation: Annotated[str | None, typer.Option("--generation", help="Index or directory name.", show_default=False)] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every generation in the log.")] = False,
@@ -41,6 +41,7 @@ def verify(
 
     common.one_of(step=step, generation=generation, all=all_, no_log=no_log)
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         targets: list[tuple[str, Entry | None]]
         if no_log:
             targets = [(location, None) for location in inspect.complete(parts.store, job)]

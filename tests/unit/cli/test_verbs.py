@@ -88,6 +88,27 @@ def test_a_shard_that_cannot_be_read_is_a_storage_error_and_no_damage(ftckpt: An
     assert ftckpt("resume", JOB, "--dry-run", "--step", "5").status == 0
 
 
+@pytest.mark.parametrize("where", ["file", "environment"])
+def test_the_jobs_name_may_come_from_the_settings(
+    ftckpt: Any, job: World, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (("show",), ("verify", "--headers"), ("log", "check"), ("resume", "--dry-run"), ("events",), ("du",), ("gc",)):
+        assert "job is not given: pass it, set FTCKPT_JOB" in ftckpt(*words).err
+    if where == "file":
+        (tmp_path / "ftckpt.toml").write_text(f'job = "{JOB}"\n')
+    else:
+        monkeypatch.setenv("FTCKPT_JOB", JOB)
+    for words in (("verify", "--headers"), ("log", "check"), ("resume", "--dry-run"), ("events",), ("du",), ("gc",), ("pin",)):
+        done = ftckpt(*words)
+        assert done.status == 0, (words, done.err)
+    assert ftckpt("show", "--json").json["location"] == job.entries[-1].location
+
+
+def test_numbers_go_with_their_nouns(ftckpt: Any, job: World) -> None:
+    (job.root / JOB / "commit-log.sqlite3").unlink()
+    assert "disagree in 1 point\n" in ftckpt("log", "check", JOB).err
+
+
 def test_show_takes_index_directory_or_step(ftckpt: Any, job: World) -> None:
     for which in (("0",), ("#0",), (job.entries[0].location,), ("--step", "5")):
         assert ftckpt("show", JOB, *which, "--json").json["location"] == job.entries[0].location

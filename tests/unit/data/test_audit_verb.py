@@ -65,6 +65,16 @@ def test_what_is_wrong_is_named_with_ranges_and_status_15(job: World, capfd: pyt
     assert audit(job.root, capfd, "--samples", "10", "--json")[1]["reports"]["job"]["epochs"][0]["missing"] == [[3, 8]]
 
 
+@pytest.mark.covers("I12")
+def test_of_the_newest_epoch_is_said_whether_it_is_over_as_far_as_that_is_known(job: World, capfd: pytest.CaptureFixture[str]) -> None:
+    record(job, {A: [(1, 0, [0, 1]), (2, 0, [2])]}, 4)
+    assert "maybe not over: --samples tells what an epoch has" in audit(job.root, capfd)[1]
+    for samples, remark in (("3", "complete"), ("4", "not over")):
+        out = audit(job.root, capfd, "--samples", samples)[1]
+        assert remark in out
+        assert ("not over" in out) == (remark == "not over")
+
+
 @pytest.mark.covers("I4", "I12")
 def test_older_generation_is_judged_by_its_own_past(job: World, capfd: pytest.CaptureFixture[str]) -> None:
     record(job, {A: [(1, 0, [0]), (2, 0, [1]), (3, 0, [1])]}, 4)
