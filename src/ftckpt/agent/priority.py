@@ -1,25 +1,15 @@
-"""CPU and I/O priority of single threads, as far as the system lets us. Best effort: never a reason to fail."""
+"""The priority of the agent's large work: that of the threads that do it, and this session's. Best effort: never a reason to fail."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import platform
 import threading
 from collections.abc import Callable
 
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}.get(platform.machine())
-_BEST_EFFORT = 2 << 13
-_libc = ctypes.CDLL(None, use_errno=True)
+from ftckpt.link.priority import set_priority
 
-
-def set_priority(tid: int, nice: int) -> None:
-    """Set a thread's niceness, and its I/O class to best effort at the matching level; refusals are passed over."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, tid, nice)
-    if _IOPRIO_SET is not None:
-        _libc.syscall(_IOPRIO_SET, 1, tid, _BEST_EFFORT | min(7, 4 + nice // 5))
+_HELPERS = ("ftckpt-write", "ftckpt-digest")  # the pools that write and hash
 
 
 class SessionShare:
@@ -57,7 +47,7 @@ class Niced:
     """
 
     def __init__(self, share: SessionShare | None = None) -> None:
-        self._tid = 0
+        self._tid = self._nice = 0
         self._share = share
 
     def run(self, nice: int, work: Callable[[], None], meanwhile: Callable[[], None] | None = None) -> None:
@@ -69,7 +59,7 @@ class Niced:
         raised: list[BaseException] = []
 
         def body() -> None:
-            self._tid = threading.get_native_id()
+            self._tid, self._nice = threading.get_native_id(), nice
             set_priority(self._tid, nice)
             try:
                 work()
@@ -95,7 +85,12 @@ class Niced:
     def hurry(self) -> None:
         """Raise the priority of what runs now to normal, where the system permits it."""
         tid = self._tid
-        if tid:
-            set_priority(tid, 0)
-            if self._share is not None:
-                self._share.set(0)
+        if not tid:
+            return
+        helpers = [t.native_id for t in threading.enumerate() if t.name.startswith(_HELPERS) and t.native_id is not None]
+        for each in (tid, *helpers):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.getpriority(os.PRIO_PROCESS, each) == self._nice:
+                    set_priority(each, 0)
+        if self._share is not None:
+            self._share.set(0)

@@ -16,8 +16,10 @@ from ftckpt.errors import AgentError, ConfigError
 from ftckpt.format.table import page_up
 from ftckpt.link import budget
 from ftckpt.link.mapping import Mapping
+from ftckpt.link.priority import set_priority
 
 _STRIDE = 64 << 20  # bytes prefaulted between two looks at whether to end
+_NICE = 10  # of prefaulting beside training, which goes on meanwhile
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -116,6 +118,8 @@ class Arena:
 
     def _populate(self) -> None:
         memory = self._memory
+        if threading.current_thread() is self._prefault:
+            set_priority(threading.get_native_id(), _NICE)
         for at in range(0, self.nbytes, _STRIDE):
             if memory is None or self._stop.is_set():
                 return

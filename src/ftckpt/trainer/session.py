@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ftckpt.config import Settings
 from ftckpt.errors import DeadlineExceeded
 from ftckpt.format.table import page_up
@@ -9,6 +11,7 @@ from ftckpt.link.arena import Arena
 from ftckpt.link.client import AgentClient
 from ftckpt.trainer.capture import Capturer, Plan
 from ftckpt.trainer.group import Group
+from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.pinning import Pinned
 from ftckpt.trainer.states import StateRegistry
 
@@ -87,7 +90,7 @@ class Session:
         """Take a larger arena. What the agent still reads of the old one it has mapped itself; here it goes with the last view of it."""
         for capturer in (self.full, self.local):
             capturer.release()
-        arena = Arena.create(self.settings.slots, page_up(need * (1 + self._copies_to_come()) + (need >> 4)))
+        arena = Arena.create(self.settings.slots, page_up(need + self._to_come(need) + (need >> 4)))
         self.client.attach(arena)
         arena.prefault()
         self._unpin()
@@ -100,14 +103,24 @@ class Session:
         if pinned is not None:
             pinned.close()
 
-    def _copies_to_come(self) -> int:
-        """Copies of the parameters that optimizers without state will soon hold, so that the arena need not grow after a step."""
-        copies = 0
+    def _to_come(self, need: int) -> int:
+        """Bytes that optimizers without state will soon hold, so that the arena need not grow after a step. Prefaulted memory is not free:
+        each optimizer counts by its own parameters, and all together by no more than what is written of them now.
+        """
+        total = most = 0
         for state in self.registry:
             for part in state.parts if state.kind == "optimizer" else ():
-                if part.state or not part.param_groups:
-                    continue
-                group = part.param_groups[0]
-                own = _COPIES.get(type(part).__name__, 2) + (1 if group.get("amsgrad") else 0)
-                copies = max(copies, 0 if type(part).__name__ == "SGD" and not group.get("momentum") else own)
-        return copies
+                if not part.state and (copies := _copies(part)):
+                    total += copies * sum(local_of(p).nbytes for group in part.param_groups for p in group["params"] if p.requires_grad)
+                    most = max(most, copies)
+        return min(total, most * need)
+
+
+def _copies(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size an optimizer will hold for each."""
+    if not optimizer.param_groups:
+        return 0
+    kind, first = type(optimizer).__name__, optimizer.param_groups[0]
+    if kind == "SGD" and not first.get("momentum"):
+        return 0
+    return _COPIES.get(kind, 2) + (1 if first.get("amsgrad") else 0)

@@ -67,3 +67,24 @@ def test_a_buffer_taken_before_the_growth_is_neither_filled_nor_given_back_as_on
         assert session.slot(0.0) is None, "a slot that is in use was given out again"
         session.client.release_slot(new)
         assert session.slot(0.0) == new
+
+
+@pytest.mark.covers("I11", "F66")
+def test_room_is_taken_for_the_state_that_an_optimizer_will_hold_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    big, small = torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(64, 64, bias=False)
+    has_state, has_none = torch.optim.AdamW(big.parameters()), torch.optim.AdamW(small.parameters())
+    big(torch.ones(1, 512)).sum().backward()
+    has_state.step()
+    with Checkpointer.open(job="job", root=tmp_path / "root", policy=Never(), runtime_dir=str(tmp_path / "run")) as ckpt:
+        ckpt.register(big=big, small=small, has_state=has_state, has_none=has_none)
+        ckpt.resume()
+        arena = ckpt._rank.session.client.arena
+        assert arena is not None
+        whole = sum(p.nbytes for p in (*big.parameters(), *small.parameters())) * 3
+        assert whole <= arena.slot_bytes < 1.2 * whole
+        small(torch.ones(1, 64)).sum().backward()
+        has_none.step()
+        ckpt.step()
+        ckpt.save(wait=30.0)
+        assert ckpt._rank.session.client.arena is arena, "the arena had to grow"

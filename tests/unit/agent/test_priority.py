@@ -1,0 +1,44 @@
+"""Large work beside training is batch work of a lower priority, with all threads that help in it, until saves queue up."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ftckpt.agent.priority import Niced
+
+
+def how(tid: int) -> tuple[int, int]:
+    return os.getpriority(os.PRIO_PROCESS, tid), os.sched_getscheduler(tid)
+
+
+@pytest.mark.covers("I11")
+@pytest.mark.skipif(os.geteuid() != 0, reason="who may not raise a priority leaves it low")
+def test_work_and_its_helpers_give_way_to_training_until_it_is_hurried() -> None:
+    niced, seen, go, at_work = Niced(), {}, threading.Event(), threading.Event()
+    before = how(threading.get_native_id())
+
+    def help_out() -> int:
+        at_work.set()
+        go.wait(10.0)
+        return threading.get_native_id()
+
+    def work() -> None:
+        own = threading.get_native_id()
+        with ThreadPoolExecutor(1, "ftckpt-write") as pool:
+            helping = pool.submit(help_out)
+            at_work.wait(10.0)
+            helper = next(t.native_id for t in threading.enumerate() if t.name.startswith("ftckpt-write"))
+            assert helper is not None
+            seen["slow"] = [how(own), how(helper)]
+            niced.hurry()
+            seen["fast"] = [how(own), how(helper)]
+            go.set()
+            helping.result()
+
+    niced.run(7, work)
+    assert seen == {"slow": [(7, os.SCHED_BATCH)] * 2, "fast": [(0, os.SCHED_OTHER)] * 2}
+    assert how(threading.get_native_id()) == before
