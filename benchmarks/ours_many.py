@@ -30,11 +30,11 @@ def _captures(states: StateRegistry) -> Iterator[dict[str, float]]:
     while True:
         begun = time.perf_counter()
         plan = capturer.prepare()
-        frozen = capturer.freeze()
         paused = time.perf_counter()
         if not target:
             target = memoryview(bytearray(plan.table.image_bytes))
         went_on = time.perf_counter()
+        frozen = capturer.freeze(target)
         capturer.fill(plan, frozen, target)
         frozen.release()
         yield {name: time.perf_counter() - went_on + paused - begun}

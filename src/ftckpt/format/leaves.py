@@ -45,7 +45,7 @@ class Leaves(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, object]
 
 
-def encode_tree(value: object, *, hook: EncodeHook | None = None, where: str = "") -> object:
+def encode_tree(value: object, *, hook: EncodeHook | None = None, where: str = "", path: Sequence[object] = ()) -> object:
     """Encode a nested value as what JSON can hold; decode_tree gives the same types and values back.
 
     ``None``, ``bool``, ``str``, ints below 2**63, finite floats, lists and dicts with plain string keys stay as they are;
@@ -56,11 +56,12 @@ def encode_tree(value: object, *, hook: EncodeHook | None = None, where: str = "
         hook: called as ``hook(path, value)`` for all that is not a plain Python value, before anything else is tried. It
             returns the node to store, such as ``{"$t": name}``, or None for what is not its own.
         where: name of the state, for messages.
+        path: keys under which the value is in the state.
 
     Raises:
         Unstorable: a value cannot be stored faithfully; names its key.
     """
-    return _Encoder(hook, where).encode(value)
+    return _Encoder(hook, where, path).encode(value)
 
 
 def decode_tree(doc: object, *, tensor: DecodeHook | None = None) -> object:
@@ -105,9 +106,9 @@ def _part(key: object) -> str:
 
 
 class _Encoder:
-    def __init__(self, hook: EncodeHook | None, where: str) -> None:
+    def __init__(self, hook: EncodeHook | None, where: str, path: Sequence[object]) -> None:
         self._hook, self._where = hook, where
-        self._path: list[object] = []
+        self._path = list(path)
 
     def encode(self, value: object) -> object:
         kind = type(value)

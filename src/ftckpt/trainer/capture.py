@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,49 +15,20 @@ from ftckpt.errors import ConfigError
 from ftckpt.format.leaves import encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.plan import Spec, plan_image
-from ftckpt.trainer.collect import Source, Static, Watch, collect_dynamic, collect_static, signature
+from ftckpt.trainer.collect import Static, collect_dynamic, collect_static, signature
 from ftckpt.trainer.copying import Copies
+from ftckpt.trainer.frozen import Copied, Frozen, Goal, held_apart
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.image_plan import Batch, Plan, image_views, place
-from ftckpt.trainer.layout import Box, Held, Ownership, dtype_name, exchange, held
+from ftckpt.trainer.layout import Box, Held, Ownership, Source, dtype_name, exchange, held
 from ftckpt.trainer.naming import memory_key
 from ftckpt.trainer.states import StateRegistry
+from ftckpt.trainer.trees import Trees
+from ftckpt.trainer.watching import Tensors, Watch
 
 __all__ = ["Capturer", "Frozen", "Plan"]
 
-_Copies = list[list[torch.Tensor]]
 _TARGETS = 4  # views of that many targets are kept
-
-
-class Frozen:
-    """What forward would change, held apart at a step boundary; ``release`` gives its memory back for the next one.
-
-    Attributes:
-        layout_id: of the plan that it was made for.
-        leaves: this rank's ``leaves`` document (``format.leaves``), JSON bytes.
-    """
-
-    def __init__(self, layout_id: int, leaves: bytes, copies: _Copies, pool: list[_Copies]) -> None:
-        self.layout_id, self.leaves = layout_id, leaves
-        self._copies: _Copies | None = copies
-        self._pool = pool
-
-    @property
-    def copies(self) -> _Copies:
-        """The values, by batch of the plan.
-
-        Raises:
-            ConfigError: released already.
-        """
-        if self._copies is None:
-            raise ConfigError("these frozen values were released", todo="call freeze again")
-        return self._copies
-
-    def release(self) -> None:
-        """After the last ``fill`` is complete. Idempotent."""
-        if self._copies is not None:
-            self._pool[:] = [self._copies]
-            self._copies = None
 
 
 class Capturer:
@@ -72,11 +43,16 @@ class Capturer:
         self._static: Static | None = None
         self._watch: Watch | None = None
         self._ownership: Ownership | None = None
-        self._asked: list[tuple[object, ...]] = []
+        self._asked: list[tuple[object, ...]] | None = None  # what the plan is for
         self._plan: Plan | None = None
+        self._trees: Trees | None = None
+        self._seen: Tensors | None = None  # what was asked for the last time
+        self._known: dict[object, str] = {}  # names of the other tensors by the memory that they show
+        self._news: _News | None = None  # asked for by prepare, for freeze
+        self._leaves: bytes | None = None
         self._exchanged = 0
-        self._pool: list[_Copies] = []
-        self._goals: dict[int, _Goal] = {}  # by address
+        self._pool: list[Copied] = []
+        self._goals: dict[int, Goal] = {}  # by address
         self._lock = threading.Lock()
         self._streams: dict[torch.device, Any] = {}
 
@@ -103,16 +79,28 @@ class Capturer:
                     self._ownership = exchange(self._group, f"layout/{self._exchanged}", static.claims)
                     self._exchanged += 1
                 self._static, self._watch = static, Watch(static)
-            dynamic = collect_dynamic(static, self._mine)
-            asked = signature(dynamic.sources)
-            if fresh or self._plan is None or asked != self._asked or dynamic.infos != self._plan.states:
-                self._plan = self._build([*static.sources, *dynamic.sources], dynamic.infos)
-                self._asked = asked
+                self._trees = self._asked = None  # there is no plan for these yet
+                self._known = {}
+                for source in static.sources:
+                    self._known.setdefault(memory_key(source.tensor), source.name)
+            news = self._ask(static)
+            other = news.signature is not None and news.signature != self._asked
+            if self._plan is None or self._asked is None or other or news.infos != self._plan.states:
+                trees, self._trees = self._trees, None  # they are of this plan, if there is one
+                self._plan = self._build([*static.sources, *news.sources], news.infos)
+                self._trees = trees
+                self._asked = signature(news.sources, self._known) if news.signature is None else news.signature
                 self._pool = []
+            else:
+                self._renew(self._plan, news)
+            self._news = news
             return self._plan
 
-    def freeze(self) -> Frozen:
+    def freeze(self, target: memoryview | None = None) -> Frozen:
         """Copy what forward mutates (buffers, trees, param groups). Main thread, at the boundary of the last ``prepare``.
+
+        Args:
+            target: what ``fill`` will be given; what is on the CPU is copied there at once, and not held apart.
 
         Raises:
             ConfigError: there is no plan, or a state's structure is not what it was at ``prepare``.
@@ -121,26 +109,57 @@ class Capturer:
         if plan is None or static is None:
             raise ConfigError("nothing is planned", todo="call prepare() first")
         with torch.no_grad():
-            dynamic = collect_dynamic(static, self._mine)
-            if signature(dynamic.sources) != self._asked:
-                raise ConfigError(
-                    f"the structure of {_changed(signature(dynamic.sources), self._asked)} changed between prepare and freeze",
-                    now="nothing was captured",
-                    todo="call both at the same step boundary, and let state functions give the same tensors each time",
-                )
-            now = {source.name: source.tensor for source in dynamic.sources}  # the others are those of the plan
-            copies = (
-                self._pool.pop()
-                if self._pool
-                else [[torch.empty_like(s, memory_format=torch.contiguous_format) for s in batch.sources] for batch in plan.frozen]
-            )
-            for batch, targets in zip(plan.frozen, copies, strict=True):
-                sources = batch.sources_now(now)
-                if batch.device.type == "cpu":
-                    Copies(targets, sources).run()
+            news, self._news = self._news, None  # values are asked for once per boundary
+            if news is None:
+                news = self._ask(static)
+                if news.signature is not None and news.signature != self._asked:
+                    self._trees = None
+                    raise ConfigError(
+                        f"the structure of {_changed(news.signature, self._asked or [])} changed between prepare and freeze",
+                        now="nothing was captured",
+                        todo="call both at the same step boundary, and let state functions give the same tensors each time",
+                    )
+                self._renew(plan, news)
+            with self._lock:
+                goal = self._goal(plan, target) if target is not None else None
+            copies: Copied = self._pool.pop() if self._pool else [None] * len(plan.frozen)
+            for number, batch in enumerate(plan.frozen):
+                batch.refresh()
+                if goal is not None and batch.device.type == "cpu":
+                    copies[number] = None
+                    goal.copy(number, batch)
                 else:
-                    torch._foreach_copy_(targets, sources)
-            return Frozen(plan.layout_id, encode_leaves(dynamic.leaves), copies, self._pool)
+                    copies[number] = held_apart(batch, copies[number])
+            if self._leaves is None:
+                self._leaves = encode_leaves(news.leaves)
+            return Frozen(plan.layout_id, self._leaves, copies, self._pool, goal.address if goal is not None else 0)
+
+    def _ask(self, static: Static) -> _News:
+        """Everything that is asked for, and what changed since the last time."""
+        trees = self._trees
+        self._trees = None  # of no more use where this fails
+        known = trees is not None
+        found = collect_dynamic(static, self._mine, trees or Trees())
+        moved = known and self._seen is not None and self._seen.changed()
+        if moved:
+            found = collect_dynamic(static, self._mine, Trees())
+        self._trees = found.trees
+        changed = not known or moved or found.trees.changed
+        other = not known or moved or found.trees.replaced
+        if other or self._seen is None:
+            self._seen = Tensors([source.tensor for source in found.sources], graded=True)
+        if changed:
+            self._leaves = None
+        return _News(found.leaves, found.sources, found.infos, signature(found.sources, self._known) if other else None, moved)
+
+    def _renew(self, plan: Plan, news: _News) -> None:
+        """Let a plan that still fits take the tensors that were given this time."""
+        if news.signature is not None:
+            now = {source.name: source.tensor for source in news.sources}
+            for batch in plan.frozen:
+                batch.renew(now, moved=news.moved)
+            for goal in list(self._goals.values()):  # another thread may add one
+                goal.placing.clear()
 
     def fill(self, plan: Plan, frozen: Frozen, target: memoryview) -> None:
         """Copy everything into ``target`` and return when it is there. Any thread; only copies known tensors.
@@ -156,9 +175,12 @@ class Capturer:
             goal = self._goal(plan, target)
             if goal is None:
                 return
+            if frozen.placed not in (0, goal.address):
+                raise ConfigError("these frozen values are in another target", todo="fill the target that freeze was given")
             events = [self._copy(batch, views, batch.sources, goal) for batch, views in zip(plan.live, goal.live, strict=True)]
             for batch, views, copies in zip(plan.frozen, goal.frozen, frozen.copies, strict=True):
-                events.append(self._copy(batch, views, copies, None))
+                if copies is not None:
+                    events.append(self._copy(batch, views, copies, None))
         for event in events:  # of accelerators; on a CPU a copy is over when it returns
             if event is not None:
                 event.synchronize()
@@ -215,7 +237,7 @@ class Capturer:
         return self._ownership is not None and self._ownership.apart(name)
 
     # ------------------------------------------------------------ copying
-    def _goal(self, plan: Plan, target: memoryview) -> _Goal | None:
+    def _goal(self, plan: Plan, target: memoryview) -> Goal | None:
         """Views of the target, one per piece; kept for the next fill of the same memory."""
         size = plan.table.image_bytes
         if target.nbytes < size:
@@ -225,17 +247,20 @@ class Capturer:
         base = torch.frombuffer(target, dtype=torch.uint8, count=size)
         goal = self._goals.get(base.data_ptr())
         if goal is None or goal.layout_id != plan.layout_id:
-            goal = _Goal(
-                plan.layout_id, [image_views(base, b.pieces) for b in plan.live], [image_views(base, b.pieces) for b in plan.frozen]
+            goal = Goal(
+                base.data_ptr(),
+                plan.layout_id,
+                [image_views(base, b.pieces) for b in plan.live],
+                [image_views(base, b.pieces) for b in plan.frozen],
             )
             for old in list(self._goals)[: max(0, len(self._goals) - _TARGETS + 1)]:
                 del self._goals[old]
             self._goals[base.data_ptr()] = goal
         if goal.plan is not plan:
-            goal.plan, goal.prepared = plan, {}
+            goal.plan, goal.prepared, goal.placing = plan, {}, {}
         return goal
 
-    def _copy(self, batch: Batch, targets: list[torch.Tensor], sources: list[torch.Tensor], goal: _Goal | None) -> Any:
+    def _copy(self, batch: Batch, targets: list[torch.Tensor], sources: list[torch.Tensor], goal: Goal | None) -> Any:
         """Copy a batch; the event that ends it, if it goes on by itself. With a ``goal`` the copies are kept prepared there."""
         device = batch.device
         if device.type == "cpu":
@@ -255,13 +280,14 @@ class Capturer:
         return event
 
 
-class _Goal:
-    """One target's memory, seen as the pieces of a layout."""
+class _News(NamedTuple):
+    """What was asked for, ``signature`` only where tensors are others; ``moved``: some are the same with other memory."""
 
-    def __init__(self, layout_id: int, live: _Copies, frozen: _Copies) -> None:
-        self.layout_id, self.live, self.frozen = layout_id, live, frozen
-        self.plan: Plan | None = None
-        self.prepared: dict[torch.device, Copies] = {}
+    leaves: dict[str, Any]
+    sources: list[Source]
+    infos: dict[str, StateInfo]
+    signature: list[tuple[object, ...]] | None
+    moved: bool
 
 
 @contextlib.contextmanager

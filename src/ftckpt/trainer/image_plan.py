@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
-from ftckpt.trainer.collect import Source
-from ftckpt.trainer.layout import Box, as_integers, box_view, integers_for
+from ftckpt.trainer.layout import Box, Source, as_integers, box_view, integers_for
 from ftckpt.trainer.naming import local_of
 
 
@@ -34,15 +34,20 @@ class Batch(NamedTuple):
     sources: list[torch.Tensor]
     copied: list[int]
 
-    def sources_now(self, now: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The sources, with the tensors that ``now`` names in place of the plan's."""
-        sources = list(self.sources)
+    def renew(self, now: Mapping[str, torch.Tensor], *, moved: bool) -> None:
+        """Take the tensors that ``now`` names in place of those before; ``moved``: also where they are the same, with other memory."""
+        for i, piece in enumerate(self.pieces):
+            tensor = now.get(piece.source.name)
+            if tensor is not None and (moved or tensor is not piece.source.tensor):
+                self.pieces[i] = piece._replace(source=piece.source._replace(tensor=tensor))
+                self.sources[i] = box_source(tensor, piece.box)
+                if _resolved(tensor) and i not in self.copied:
+                    self.copied.append(i)
+
+    def refresh(self) -> None:
+        """Take the values that ``copied`` sources have now."""
         for i in self.copied:
-            sources[i] = box_source(self.pieces[i].source.tensor, self.pieces[i].box)
-        for i, piece in enumerate(self.pieces) if now else ():
-            if piece.source.name in now:
-                sources[i] = box_source(now[piece.source.name], piece.box)
-        return sources
+            self.sources[i] = box_source(self.pieces[i].source.tensor, self.pieces[i].box)
 
 
 class Plan:
@@ -65,8 +70,7 @@ def _batches(pieces: Sequence[Piece], *, frozen: bool) -> list[Batch]:
         if piece.source.frozen == frozen:
             view = box_source(piece.source.tensor, piece.box)
             batch = batches.setdefault(view.device, Batch(view.device, [], [], []))
-            local = local_of(piece.source.tensor)
-            if local.is_conj() or local.is_neg():
+            if _resolved(piece.source.tensor):
                 batch.copied.append(len(batch.pieces))
             batch.pieces.append(piece)
             batch.sources.append(view)
@@ -78,6 +82,12 @@ def place(table: TensorTable, kept: Sequence[tuple[Source, Box]]) -> list[Piece]
     ranges = {(entry.name, chunk.offsets): (chunk.begin, chunk.end) for entry in table.tensors for chunk in entry.chunks}
     pieces = [Piece(source, box, *ranges[source.name, box.offsets]) for source, box in kept]
     return sorted((p for p in pieces if p.end > p.begin), key=lambda p: p.begin)
+
+
+def _resolved(tensor: torch.Tensor) -> bool:
+    """Whether what the tensor shows is nowhere in memory as it shows it."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.is_conj() or local.is_neg()
 
 
 def box_source(tensor: torch.Tensor, box: Box) -> torch.Tensor:

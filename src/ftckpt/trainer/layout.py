@@ -22,6 +22,22 @@ _NO_DISPATCH = (torch.Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+class Source(NamedTuple):
+    """One tensor to be stored.
+
+    Args:
+        name: in the table.
+        tensor: live; its values at fill (or, if ``frozen``, at freeze) are stored.
+        frozen: whether forward may change it.
+        claim: name under which ranks agree on who writes it, if it is not sharded.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    frozen: bool
+    claim: str
+
+
 class Box(NamedTuple):
     """A part of a tensor: where it begins in the global tensor and in this rank's local one, and its extent (elements)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -211,31 +211,43 @@ class TreeEncoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def encode(self, value: object, prefix: str) -> object:
+    def encode(self, value: object, prefix: str, path: Sequence[object] = ()) -> object:
         """The encoded tree.
+
+        Args:
+            path: where under the prefix the value is.
 
         Raises:
             Unstorable: names the key.
         """
-        return encode_tree(value, hook=lambda path, found: self._node(prefix, path, found), where=prefix)
+        return encode_tree(value, hook=lambda path, found: self._node(prefix, path, found), where=prefix, path=path)
 
     def _node(self, prefix: str, path: tuple[object, ...], found: object) -> object | None:
         if isinstance(found, torch.Tensor):
             name = f"{prefix}/{path_name(path)}" if path else f"{prefix}/~"
-            if type(found) not in (torch.Tensor, nn.Parameter, DTensor):
-                raise Unstorable(
-                    f"{name} is a {type(found).__module__}.{type(found).__qualname__}, which would come back as a plain tensor",
-                    now="nothing was written",
-                    todo="store its plain parts",
-                )
             self.tensors[name] = found
-            node: dict[str, object] = {"$t": name}
-            if isinstance(found, nn.Parameter):
-                node["parameter"] = True
-            if found.requires_grad:
-                node["grad"] = True
-            return node
+            return tensor_node(found, name)
         return encode_torch(found)
+
+
+def tensor_node(tensor: torch.Tensor, name: str) -> dict[str, object]:
+    """What stands for a tensor in an encoded tree.
+
+    Raises:
+        Unstorable: its class is one of its own, which would not come back.
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor):
+        raise Unstorable(
+            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, which would come back as a plain tensor",
+            now="nothing was written",
+            todo="store its plain parts",
+        )
+    node: dict[str, object] = {"$t": name}
+    if isinstance(tensor, nn.Parameter):
+        node["parameter"] = True
+    if tensor.requires_grad:
+        node["grad"] = True
+    return node
 
 
 def encode_torch(value: object) -> object | None:

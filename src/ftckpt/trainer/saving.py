@@ -73,8 +73,9 @@ class Saver:
                     todo='raise deadlines.slot_s, save less often, or use on_busy="skip"',
                 )
         try:
-            frozen = session.full.freeze()
-            session.full.fill(plan, frozen, session.memory(slot, plan.table.image_bytes))
+            memory = session.memory(slot, plan.table.image_bytes)
+            frozen = session.full.freeze(memory)
+            session.full.fill(plan, frozen, memory)
         except BaseException:
             session.client.release_slot(slot)
             raise
