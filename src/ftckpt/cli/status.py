@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from ftckpt.flows.inspect import Status
+    from ftckpt.flows.status import Status
 
 _SHOWN = ("agents", "writer", "standing", "tail")  # in columns of their own
 
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    job: common.Job,
+    job: common.Job = None,
     root: common.Root = None,
     log: common.Log = None,
     config: common.Config = None,
@@ -41,9 +41,10 @@ def status(
     json: common.Json = False,
 ) -> None:
     """Show replicas, who writes, how states stand to the log, attempts under way and events; what replicas say is a hint."""
-    from ftckpt.flows.inspect import status as flow
+    from ftckpt.flows.status import status as flow
 
     with common.opened(job, root, log, config, timeout) as parts:
+        job = parts.job
         now = flow(parts.log, parts.store, job)  # a log that does not answer at first is an error, also of --watch
         if watch is None and json:
             common.print_json(now)
@@ -51,7 +52,7 @@ def status(
             common.console().print(_render(now))
         else:
             with suppress(KeyboardInterrupt):
-                _follow(now, lambda: flow(parts.log, parts.store, job), watch, json)
+                _follow(now, lambda: flow(parts.log, parts.store, parts.job), watch, json)
 
 
 def _follow(now: Status, look: Callable[[], Status], every: float, json: bool) -> None:
@@ -84,10 +85,10 @@ def _render(s: Status, silent: str = "") -> Group:
         if s.tail is None
         else f"#{s.tail.index} {s.tail.kind} of step {s.tail.step} ({s.tail.trajectory[:8]}), {common.when(s.tail.time)}"
     )
-    head = Text(f"job {s.job}   log {s.log}   {s.generations} generations   tail {tail}")
+    head = Text(f"job {s.job}   log {s.log}   {common.count(s.generations, 'generation')}   tail {tail}")
     if s.unplaced >= 0:
         where = ", ".join(f"{tier} ({url})" for tier, url in sorted(s.placements.items(), reverse=True)) or "no tier that is noted"
-        waiting = f"; {s.unplaced} generations are not in the durable tier yet" if s.unplaced else ""
+        waiting = f"; {common.count(s.unplaced, 'generation is', 'generations are')} not in the durable tier yet" if s.unplaced else ""
         head.append(f"\nthe newest generation is in {where}{waiting}")
     replicas = common.table("replica", "state", "step", "trajectory", "stands", "ranks", "seen", "detail", right=("step", "ranks"))
     stands = {name: t for t in s.trajectories for name in t.replicas}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
 
-from ftckpt import errors
 from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.ledger import Entry, own_entry
 from ftckpt.domain.names import attempt_id
@@ -19,10 +17,13 @@ from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, S
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import UNREAD_PAUSES_S, choose
 from ftckpt.ports import BlobStore, CommitLog
+from ftckpt.trainer.agreeing import Agreeing, Overtaken, Word
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.restore import RestoreReport
+
+logger = logging.getLogger("ftckpt")
 
 FIRST_S = 20.0  # how long a replica waits for the first generation that others are making; less than ranks wait for each other
 POLL_S = 0.2
@@ -55,27 +56,6 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
 
-
-class _Overtaken(TailMoved):
-    """What an earlier trainer of this job had saved was committed while this one chose: there is something newer to take."""
-
-
-class _Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others: a choice, an answer or an error; and of an opening the entry."""
-
-    choice: Choice | None = None
-    entry: Entry | None = None
-    yes: bool = False
-    error: str = ""
-    texts: tuple[str, str, str] = ("", "", "")
-
-    def refuse(self) -> None:
-        """Raise the error that it tells of."""
-        kind: type[FtckptError] = _Overtaken if self.error == _Overtaken.__name__ else getattr(errors, self.error, FtckptError)
-        raise kind(self.texts[0], now=self.texts[1], todo=self.texts[2])
-
-
-logger = logging.getLogger("ftckpt")
 
 OVERTAKEN = 3  # times that a start chooses again because something newer was committed meanwhile
 _PEERS_ONLY = "other replicas are at work and no generation was completed yet: the state comes from one of them, or from nowhere"
@@ -114,7 +94,7 @@ class Resumer:
         self._store, self._log, self._job, self._group = store, log, job, group
         self._loader, self._replica, self._fence, self._writes = loader, replica, fence and writes, writes
         self._options, self._load_s = LoadOptions(), load_s
-        self._rounds = 0
+        self._agreeing = Agreeing(group)
 
     def look(self, request: Request, *, adopt: bool = False) -> Choice:
         """What ``resume`` would take now, alike on all ranks of the group. Loads nothing.
@@ -162,7 +142,7 @@ class Resumer:
                     if loaded is None:
                         return self._begin(choice, opening, began)
                     return self._settled(choice, loaded, opening, began)
-                except _Overtaken as e:
+                except Overtaken as e:
                     if not again or first is not None or not isinstance(request, Newest):
                         raise TailMoved(e.what, now=e.now, todo=e.todo) from e
                     again -= 1
@@ -199,27 +179,27 @@ class Resumer:
 
     # ------------------------------------------------------------------ steps
     def _choose(self, request: Request, faults: dict[str, Fault | None], *, adopt: bool) -> Choice:
-        def make() -> _Word:
+        def make() -> Word:
             end = time.monotonic() + FIRST_S
             while True:
                 known = dict(faults)
                 try:
-                    return _Word(choice=choose(self._log, self._store, self._job, request, findings=known, adopt=adopt))
+                    return Word(choice=choose(self._log, self._store, self._job, request, findings=known, adopt=adopt))
                 except StoreError:
                     if self._fence or not isinstance(request, Newest) or not self._live_elsewhere():
                         raise
                     choice = choose(self._log, self._store, self._job, request, findings=known, adopt=adopt, pass_unread=True)
-                    return _Word(choice=choice)  # those who live have the newest: it is healed from them
+                    return Word(choice=choice)  # those who live have the newest: it is healed from them
                 except NothingLoadable:
                     if not isinstance(request, Newest) or not self._first_is_coming():
                         raise
                     if time.monotonic() > end:
                         if self._fence:
                             raise
-                        return _Word(choice=Choice(source="peers", step=0, reasons=(_PEERS_ONLY,)))
+                        return Word(choice=Choice(source="peers", step=0, reasons=(_PEERS_ONLY,)))
                 time.sleep(POLL_S)
 
-        word = self._agree("choice", make)
+        word = self._agreeing.agree("choice", make)
         if word.choice is None:
             raise NothingLoadable("rank 0 chose nothing")
         return word.choice
@@ -233,7 +213,7 @@ class Resumer:
 
         It is a hint: if they die now, the first vote finds this state behind the tail, and the next start opens.
         """
-        return self._agree("others", lambda: _Word(yes=self._live_elsewhere())).yes
+        return self._agreeing.agree("others", lambda: Word(yes=self._live_elsewhere())).yes
 
     def _live_elsewhere(self) -> bool:
         return any(r.state == "live" for r in self._log.replicas() if r.replica != self._replica.replica)
@@ -244,19 +224,14 @@ class Resumer:
         Raises:
             FtckptError: what no other generation would mend (Mismatch, DataError ...), on all ranks alike.
         """
-        loaded, word = None, _Word()
+        loaded, word = None, Word()
         with ExitStack() as held:
             try:
                 held.enter_context(reading(self._log if self._group.rank == 0 else None, choice.entry, who=self._replica.replica))
                 loaded = self._loader.load(choice.location, choice.entry, self._replica, options)
             except FtckptError as e:
-                word = _Word(error=type(e).__name__, texts=(e.what, e.now, e.todo))
-            self._rounds += 1
-            key = f"loaded/{self._rounds}"
-            self._group.publish(key, msgspec.msgpack.encode(word))
-            said = [
-                msgspec.msgpack.decode(w, type=_Word) for w in self._group.collect(key, deadline=self._load_s)
-            ]  # rank 0 reads for the group until all have loaded
+                word = Word.of(e)
+            said = self._agreeing.tell("loaded", word, deadline=self._load_s)  # rank 0 reads for the group until all have loaded
         failed = [w for w in said if w.error]
         for word in failed:
             if word.error not in _MENDED_BY_ANOTHER:
@@ -306,10 +281,11 @@ class Resumer:
         """Append an ``open`` entry; another replica's with the same attempt is as good."""
         if not self._writes:
             return base
-        attempt = opening or attempt_id(base.h, self._group.incarnation, self._rounds)  # alike on all ranks, another at each resume
+        rounds = self._agreeing.rounds  # alike on all ranks, another at each resume
+        attempt = opening or attempt_id(base.h, self._group.incarnation, rounds)
         after = base.open(attempt)
 
-        def make() -> _Word:
+        def make() -> Word:
             entry = Entry(
                 index=-1,
                 kind="open",
@@ -325,32 +301,17 @@ class Resumer:
             )
             last = tail.index if tail is not None else -1
             try:
-                return _Word(entry=self._log.append(entry, expect_tail=last))
+                return Word(entry=self._log.append(entry, expect_tail=last))
             except (TailMoved, LogAmbiguous) as e:
                 own = own_entry(since := self._log.entries(after=last), attempt)
                 if own is None:
-                    kind = _Overtaken if since and all(e.kind == "generation" for e in since) else TailMoved
+                    kind = Overtaken if since and all(e.kind == "generation" for e in since) else TailMoved
                     raise kind(
                         f"the log moved on from #{last} while this job was starting",
                         now="nothing was appended; another start of the job is at work",
                         todo="see ftckpt status; start again if no other is running",
                     ) from e
-                return _Word(entry=own)
+                return Word(entry=own)
 
-        self._agree("open", make)
+        self._agreeing.agree("open", make)
         return after
-
-    def _agree(self, key: str, make: Callable[[], _Word]) -> _Word:
-        """Rank 0 acts, all ranks get its word; its error is raised on all."""
-        self._rounds += 1
-        word = _Word()
-        if self._group.rank == 0:
-            try:
-                word = make()
-            except FtckptError as e:
-                word = _Word(error=type(e).__name__, texts=(e.what, e.now, e.todo))
-        data = self._group.agree(f"{key}/{self._rounds}", msgspec.msgpack.encode(word))
-        word = msgspec.msgpack.decode(data, type=_Word)
-        if word.error:
-            word.refuse()
-        return word

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from replicakit import WAIT, ReplicaJob
 
-from ftckpt.flows.inspect import status
+from ftckpt.flows.status import status
 from ftckpt.testing.etcd_server import have_etcd
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH"), pytest.mark.timeout(240)]

@@ -17,7 +17,7 @@ import pytest
 
 from ftckpt.cli.common import console
 from ftckpt.cli.status import _render
-from ftckpt.flows.inspect import status
+from ftckpt.flows.status import status
 from ftckpt.ports import ReplicaInfo
 from ftckpt.testing.etcd_server import EtcdServer, have_etcd
 from ftckpt.testing.generations import walk, write_generation
@@ -89,6 +89,7 @@ def test_an_empty_log_beside_generations_is_warned_of(job: World) -> None:
     assert len(now.warnings) == 1
     assert "is empty, but the root has generations" in now.warnings[0]
     assert "warning: the commit log" in shown(_render(now))
+    assert now.pending == (), "what another log vouched for is not under way"
 
 
 @pytest.mark.covers("F60")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ftckpt.errors import Damaged
-from ftckpt.flows.inspect import detail, find, listing, status
+from ftckpt.flows.inspect import detail, find, listing
 from ftckpt.flows.read import open_generation
+from ftckpt.flows.status import status
 from ftckpt.flows.verify import payload, verify
 from ftckpt.format.leaves import decode_leaves, decode_tree
 from ftckpt.format.manifest import encode

@@ -15,8 +15,8 @@ from torch import nn
 
 import ftckpt
 from ftckpt import errors
-from ftckpt.flows.inspect import status
 from ftckpt.flows.locate import located
+from ftckpt.flows.status import status
 from ftckpt.wiring import open_log, open_store
 from unit.interop.saved_jobs import equal, opened, save_job
 
