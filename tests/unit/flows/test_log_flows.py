@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import NotFound
+from ftckpt.errors import NotFound, ProgressExists
 from ftckpt.flows.log_check import LogCheck, log_check
 from ftckpt.flows.log_rebuild import plan_rebuild, rebuild
 from ftckpt.flows.select import choose
 from ftckpt.testing.generations import flip, open_entry, shorten, walk, write_generation
 from ftckpt.wiring import claim_root, read_marker
-from unit.flows.flowkit import JOB, World, world
+from unit.flows.flowkit import JOB, World, tensors, world
 
 
 def lose(w: World) -> None:
@@ -154,3 +154,16 @@ def test_there_must_be_something_to_rebuild_from(tmp_path: Path) -> None:
         half = w.save(15, manifest=False)
         with pytest.raises(NotFound, match=half.location):
             plan_rebuild(w.log, w.store, JOB)
+
+
+@pytest.mark.covers("I8", "F26")
+def test_a_generation_whose_writer_knew_no_log_is_taken_in_by_a_rebuild_alone(tmp_path: Path) -> None:
+    with world(tmp_path / "root") as w:
+        write_generation(w.store, None, JOB, 5, tensors(5), walk(JOB, 5))  # the log was away from before the first generation on
+        w.log.secret(b"x" * 32)
+        with pytest.raises(ProgressExists, match="ftckpt log rebuild"):
+            choose(w.log, w.store, JOB, adopt=True)
+        assert w.log.tail() is None
+        assert any("its writer knew no log yet" in f.text for f in log_check(w.log, w.store, JOB).findings)
+        rebuild(w.log, w.store, plan_rebuild(w.log, w.store, JOB))
+        assert choose(w.log, w.store, JOB).step == 5
