@@ -13,7 +13,9 @@ from ftckpt.domain.names import attempt_id
 from ftckpt.errors import DeadlineExceeded
 from ftckpt.format.manifest import Cursor, encode
 from ftckpt.trainer.cursor import capture_cursor
+from ftckpt.trainer.frozen import Frozen
 from ftckpt.trainer.handle import SaveHandle, Skipped
+from ftckpt.trainer.image_plan import Plan
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.replicas.base import Outcome, Replica
 from ftckpt.trainer.session import Session
@@ -59,26 +61,11 @@ class Saver:
             return SaveHandle(trajectory.step, trajectory.h, None, search, self._placed)
         session = self._session
         plan = session.prepare(session.full)
-        slot = session.slot(0.0)
+        slot = self._slot(trajectory.step)
         if slot is None:
-            settings = session.settings
-            if settings.on_busy == "skip":
-                session.client.note("skipped", f"step {trajectory.step} was not saved: every buffer was busy")
-                return Skipped(trajectory.step, trajectory.h, None, search, self._placed)
-            slot = session.slot(settings.deadlines.slot_s)
-            if slot is None:
-                raise DeadlineExceeded(
-                    f"step {trajectory.step}: no buffer became free within {settings.deadlines.slot_s:.0f} s",
-                    now="earlier saves go on; this step was not saved",
-                    todo='raise deadlines.slot_s, save less often, or use on_busy="skip"',
-                )
-        try:
-            memory = session.memory(slot, plan.table.image_bytes)
-            frozen = session.full.freeze(memory)
-            session.full.fill(plan, frozen, memory)
-        except BaseException:
-            session.client.release_slot(slot)
-            raise
+            session.client.note("skipped", f"step {trajectory.step} was not saved: every buffer was busy")
+            return Skipped(trajectory.step, trajectory.h, None, search, self._placed)
+        frozen = self._capture(plan, slot)
         link = session.client.save(
             slot=slot,
             layout=session.layout(session.full, plan),
@@ -99,6 +86,36 @@ class Saver:
         handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)
         handle.bytes, handle.seconds = plan.table.image_bytes, time.monotonic() - began
         return handle
+
+    def _slot(self, step: int) -> int | None:
+        """A free buffer; None where this save is to be skipped.
+
+        Raises:
+            DeadlineExceeded: none became free in time.
+        """
+        session, settings = self._session, self._session.settings
+        slot = session.slot(0.0)
+        if slot is None and settings.on_busy == "wait":
+            slot = session.slot(settings.deadlines.slot_s)
+            if slot is None:
+                raise DeadlineExceeded(
+                    f"step {step}: no buffer became free within {settings.deadlines.slot_s:.0f} s",
+                    now="earlier saves go on; this step was not saved",
+                    todo='raise deadlines.slot_s, save less often, or use on_busy="skip"',
+                )
+        return slot
+
+    def _capture(self, plan: Plan, slot: int) -> Frozen:
+        """Copy the state into a buffer, which is given back if that fails."""
+        session = self._session
+        try:
+            memory = session.memory(slot, plan.table.image_bytes)
+            frozen = session.full.freeze(memory)
+            session.full.fill(plan, frozen, memory)
+        except BaseException:
+            session.client.release_slot(slot)
+            raise
+        return frozen
 
     def cursor(self) -> bytes:
         """This rank's cursor at the live step, as a ``Cursor`` document."""
