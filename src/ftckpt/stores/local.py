@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ftckpt.errors import ConfigError, Damaged, NotFound
 from ftckpt.ports import BlobInfo
-from ftckpt.stores.localfiles import Draft, LocalReader, LocalWriter, occupied, once_more_if_stale, read_full
+from ftckpt.stores.localfiles import Draft, LocalWriter, occupied, once_more_if_stale
+from ftckpt.stores.localreader import LocalReader, read_full
 from ftckpt.stores.paths import TRASH, check_path, hidden
 from ftckpt.stores.posix import PosixOps, mapped
 

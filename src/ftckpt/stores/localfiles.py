@@ -1,10 +1,9 @@
-"""One file of a local store: a draft under a temporary name, the large-file writer, the reader. No directories, no policy."""
+"""One file of a local store being made: a draft under a temporary name, and the large-file writer. No directories, no policy."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import secrets
 import stat
@@ -13,7 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
-from ftckpt.errors import Damaged, StoreError
+from ftckpt.errors import StoreError
+from ftckpt.stores.localreader import read_full
 from ftckpt.stores.paths import TEMPORARY
 from ftckpt.stores.posix import PosixOps, mapped
 
@@ -249,72 +249,6 @@ class LocalWriter:
                 break
             done += count
         return done
-
-
-class LocalReader:
-    """An open file; see ``BlobReader``. A mapped file must not be truncated while its view is used.
-
-    Args:
-        ops: makes the system calls.
-        path: for messages.
-        fd: its descriptor, closed with the ``with`` block.
-        size: bytes.
-    """
-
-    request_bytes = 1  # whatever is asked for: calls are cheap
-
-    def __init__(self, ops: PosixOps, path: str, fd: int, size: int) -> None:
-        self.size = size
-        self._ops, self._path, self._fd = ops, path, fd
-        self._lock = threading.Lock()
-        self._map: mmap.mmap | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # views are still used: the mapping goes with the last of them
-                self._map.close()
-            self._map = None
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):  # nothing was written, so closing has nothing to report
-                self._ops.close(self._fd)
-            self._fd = -1
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``; raises Damaged when the file is too short."""
-        view = target.cast("B")
-        with mapped("read", self._path):
-            count = read_full(self._ops, self._fd, view, offset)
-        if count < len(view):
-            raise Damaged(f"{self._path} is too short: expected {offset + len(view)} bytes, found {offset + count}")
-
-    def view(self) -> memoryview | None:
-        """The whole file, mapped; None where the file system cannot map."""
-        if self.size == 0:
-            return memoryview(b"")
-        with self._lock, mapped("map", self._path):
-            if self._map is None:
-                try:
-                    self._map = self._ops.mmap(self._fd, self.size)
-                except OSError as e:
-                    if e.errno not in (*_CANNOT, errno.ENODEV):
-                        raise
-                    return None
-                self._map.madvise(mmap.MADV_SEQUENTIAL)
-            return memoryview(self._map)
-
-
-def read_full(ops: PosixOps, fd: int, target: memoryview, offset: int) -> int:
-    """Read until ``target`` is full or the file ends; returns the number of bytes."""
-    done = 0
-    while done < len(target):
-        count = ops.preadv(fd, target[done:], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def once_more_if_stale(action: Callable[[], T]) -> T:
