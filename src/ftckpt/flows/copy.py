@@ -19,12 +19,13 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
-from ftckpt.errors import NotFound, StoreError
+from ftckpt.errors import NotFound
 from ftckpt.flows.holders import Referring
 from ftckpt.flows.read import open_shard, read_manifest, read_small
-from ftckpt.flows.verify import Progress, verify
+from ftckpt.flows.target import check_copy, occupied
+from ftckpt.flows.verify import Progress
 from ftckpt.format.image import Image
-from ftckpt.format.manifest import MANIFEST, MANIFEST_VERSION, FileInfo, Manifest, ShardInfo, encode, sha256
+from ftckpt.format.manifest import MANIFEST, MANIFEST_VERSION, FileInfo, ShardInfo, encode, sha256
 from ftckpt.format.reuse import made_whole
 from ftckpt.format.shard import read_header, write_shard
 from ftckpt.format.table import TensorTable
@@ -33,6 +34,7 @@ from ftckpt.ports import BlobStore
 T = TypeVar("T")
 
 _WINDOW = 8 << 20  # bytes written at a time
+_ELSEWHERE = "copy into another root"
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +92,7 @@ def copy_generation(
             todo="copy those directories there first, or copy without --tier: such a copy has all its tensors itself",
         )
     if not whole and target.exists(where) and target.get(where) != data:
-        raise _other(target, where)
+        raise occupied(target, where, _ELSEWHERE)
     for small in (manifest.leaves, *(c.file for c in manifest.cursors)):
         work.small(small)
     if whole:
@@ -100,8 +102,11 @@ def copy_generation(
     else:
         _each(work.shard, manifest.shards, threads)
     if not target.put(where, data, if_absent=True) and target.get(where) != data:
-        raise _other(target, where)
-    _check(target, job, manifest, location, entry, full, threads)
+        raise occupied(target, where, _ELSEWHERE)
+    check_copy(
+        target, job, location, manifest.step, entry, full=full, threads=threads,
+        now="the source is unchanged", todo="remove the copy, check the target's storage, and copy again",
+    )  # fmt: skip
     return Copied(location=location, step=manifest.step, url=target.url, files=work.files, bytes=work.bytes, made_whole=whole)
 
 
@@ -121,7 +126,7 @@ class _Copy:
         if self._target.put(path, data, if_absent=True):
             self._count(len(data))
         elif self._target.get(path) != data:
-            raise _other(self._target, path)
+            raise occupied(self._target, path, _ELSEWHERE)
 
     def shard(self, info: ShardInfo) -> None:
         """A shard: header first, then verified blocks in ascending order."""
@@ -167,7 +172,7 @@ class _Copy:
         with self._target.reader(path) as reader:
             found, offset = read_header(reader, path)
             if msgspec.structs.replace(found, digests=()) != table:
-                raise _other(self._target, path)
+                raise occupied(self._target, path, _ELSEWHERE)
             Image(reader, found, offset, path).verify(lambda count: self._progress(info.file, count))
             header = memoryview(bytearray(offset))
             reader.read_into(0, header)
@@ -212,17 +217,3 @@ def _each(do: Callable[[ShardInfo], T], shards: tuple[ShardInfo, ...], threads: 
         return [do(shard) for shard in shards]
     with ThreadPoolExecutor(threads, "ftckpt-copy") as pool:
         return [done.result() for done in [pool.submit(do, shard) for shard in shards]]
-
-
-def _check(target: BlobStore, job: str, manifest: Manifest, location: str, entry: Entry | None, full: bool, threads: int) -> None:
-    fault = verify(target, job, location, entry, full=full, threads=threads).fault
-    if fault is not None:
-        raise StoreError(
-            f"the copy of step {manifest.step} in {target.url} does not verify: {fault.part}: {fault.reason}",
-            now="the source is unchanged",
-            todo="remove the copy, check the target's storage, and copy again",
-        )
-
-
-def _other(target: BlobStore, path: str) -> StoreError:
-    return StoreError(f"{target.url}/{path} exists already and is something else", now="it was not changed", todo="copy into another root")

@@ -127,7 +127,9 @@ def _orphans(seen: LogView, found: tuple[Found, ...]) -> list[Finding]:
         elif f.location in fit:
             text = "complete and not in the log; the next start appends it"
         elif fits:
-            under = f"it was written under log {f.log}" if f.log else "its writer knew no log yet, so that nothing says that it is of this one"
+            under = (
+                f"it was written under log {f.log}" if f.log else "its writer knew no log yet, so that nothing says that it is of this one"
+            )
             text = f"complete and not in the log; {under}: only `ftckpt log rebuild` takes it in"
         else:
             text = "complete and not in the log; it may not be appended any more (superseded, or another branch)"

@@ -15,8 +15,8 @@ from ftckpt.domain.names import GenerationName, generation_dir
 from ftckpt.errors import ConfigError, Damaged, NotFound, SaveFailed, StoreError
 from ftckpt.flows.read import open_shard, read_manifest, read_small
 from ftckpt.flows.scan import look
-from ftckpt.flows.verify import verify
-from ftckpt.format.manifest import INTENT, MANIFEST, Manifest, ShardInfo
+from ftckpt.flows.target import check_copy, occupied
+from ftckpt.format.manifest import INTENT, MANIFEST, ShardInfo
 from ftckpt.ports import BlobStore
 from ftckpt.stores.tiered import TieredStore
 from ftckpt.wiring import read_marker
@@ -79,7 +79,10 @@ def bring(
             work.keep_going()
             time.sleep(_POLL_S)
     work.small(MANIFEST, data, near=False)
-    _check(store.durable, job, manifest, location, entry)
+    check_copy(
+        store.durable, job, location, manifest.step, entry,
+        now="the first tier has it whole", todo="check the durable tier's storage; copying is tried again",
+    )  # fmt: skip
     with suppress(StoreError):  # it is whole without
         for draft in store.durable.leftovers(generation_dir(job, location)):
             store.durable.remove(f"{generation_dir(job, location)}/{draft}")  # of a run that was killed
@@ -147,7 +150,7 @@ class _Bring:
             if self._store.durable.put(path, data, if_absent=True):
                 self._count(len(data))
             elif self._store.durable.get(path) != data:
-                raise _other(self._store.durable, path)
+                raise occupied(self._store.durable, path, "see who writes there")
         if near:
             self._store.first.put(path, data, if_absent=True)
 
@@ -195,17 +198,3 @@ def _target() -> Iterator[None]:
         yield
     except (NotFound, ConfigError) as e:
         raise StoreError(e.what, now=e.now, todo=e.todo) from e
-
-
-def _check(durable: BlobStore, job: str, manifest: Manifest, location: str, entry: Entry | None) -> None:
-    fault = verify(durable, job, location, entry, full=False).fault
-    if fault is not None:
-        raise StoreError(
-            f"the copy of step {manifest.step} in {durable.url} does not verify: {fault.part}: {fault.reason}",
-            now="the first tier has it whole",
-            todo="check the durable tier's storage; copying is tried again",
-        )
-
-
-def _other(durable: BlobStore, path: str) -> StoreError:
-    return StoreError(f"{durable.url}/{path} exists already and is something else", now="it was not changed", todo="see who writes there")
