@@ -96,7 +96,7 @@ def test_show_status_and_du_tell_of_tiers(verbs: Verbs) -> None:
     verbs.w.log.displace(0, "durable")
     status = verbs.json("status", JOB)
     assert (status["placements"], status["unplaced"]) == ({"durable": verbs.store.durable.url}, 1)
-    assert "1 generations are not in the durable tier yet" in verbs("status", JOB)
+    assert "1 generation is not in the durable tier yet" in verbs("status", JOB)
     assert verbs.json("status", JOB, root=verbs.durable)["unplaced"] == -1
     assert {r["tier"] for r in verbs.json("du", JOB)["rooms"]} == {"first", "durable"}
 

@@ -92,13 +92,22 @@ def test_a_shard_that_cannot_be_read_is_a_storage_error_and_no_damage(ftckpt: An
 def test_the_jobs_name_may_come_from_the_settings(
     ftckpt: Any, job: World, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for words in (("show",), ("verify", "--headers"), ("log", "check"), ("resume", "--dry-run"), ("events",), ("du",), ("gc",)):
+    for words in (
+        ("show",),
+        ("verify", "--headers"),
+        ("log", "check"),
+        ("resume", "--dry-run"),
+        ("events",),
+        ("du",),
+        ("gc",),
+        ("status",),
+    ):
         assert "job is not given: pass it, set FTCKPT_JOB" in ftckpt(*words).err
     if where == "file":
         (tmp_path / "ftckpt.toml").write_text(f'job = "{JOB}"\n')
     else:
         monkeypatch.setenv("FTCKPT_JOB", JOB)
-    for words in (("verify", "--headers"), ("log", "check"), ("resume", "--dry-run"), ("events",), ("du",), ("gc",), ("pin",)):
+    for words in (("verify", "--headers"), ("log", "check"), ("resume", "--dry-run"), ("events",), ("du",), ("gc",), ("status",), ("pin",)):
         done = ftckpt(*words)
         assert done.status == 0, (words, done.err)
     assert ftckpt("show", "--json").json["location"] == job.entries[-1].location
