@@ -160,9 +160,9 @@ def _two_lighthouses(job: Job, planned: Planned, unit: Unit) -> tuple[Happened, 
     if unit.child.poll() is not None:
         raise Nothing(f"two-lighthouses: {unit.name} is not running")
     right = unit.child.env["TORCHFT_LIGHTHOUSE"]
-    unit.child.env["TORCHFT_LIGHTHOUSE"] = job.second_lighthouse().env["URL"]
+    wrong, child = job.second_lighthouse().env["URL"], unit.child
     happened = did(planned, [unit], unit.kill(agents=False))
-    child = unit.child
+    child.env["TORCHFT_LIGHTHOUSE"] = wrong
 
     def undo() -> None:
         child.env["TORCHFT_LIGHTHOUSE"] = right
