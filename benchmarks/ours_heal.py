@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class _At:
         return Trajectory(self.step, f"{self.step:064x}")
 
 
-def _member(mb: int, folder: Path, replica: str, seed: int, at: _At) -> tuple[Checkpointer, HealCarrier]:
+def _member(mb: int, folder: Path, replica: str, seed: int, at: _At, spend: Callable[[], bool] = bool) -> tuple[Checkpointer, HealCarrier]:
     (folder / "root").mkdir(parents=True, exist_ok=True)
     secret = folder / "secret"
     secret.touch(mode=0o600)
@@ -45,7 +45,7 @@ def _member(mb: int, folder: Path, replica: str, seed: int, at: _At) -> tuple[Ch
     ckpt.register(model=model, optimizer=optimizer)
     session = ckpt._rank.session  # the carrier is torchft's; here nobody votes, so that only the transfer is measured
     session.prepare(session.full)
-    carrier = HealCarrier(session, trajectory=at, peers=Peers(ckpt._rank.log, SECRET, replica, 0, bytes))
+    carrier = HealCarrier(session, trajectory=at, peers=Peers(ckpt._rank.log, SECRET, replica, 0, bytes), spend=spend)
     return ckpt, carrier
 
 
@@ -68,7 +68,8 @@ def _source(pipe: Connection, mb: int, folder: Path) -> None:
 
 
 def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
-    """From the request to verified bytes in live tensors; the source's capture; and both together."""
+    """From the request to verified bytes in live tensors, of a joiner whose own state is worth nothing and of one whose state is kept until
+    all has arrived; the source's capture; and both together."""
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
     source = spawn.Process(target=_source, args=(theirs, mb, folder), daemon=True)
@@ -76,24 +77,33 @@ def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     if not pipe.poll(PATIENCE):
         raise TimeoutError("the source did not start")
     metadata = pipe.recv()
-    ckpt, carrier = _member(mb, folder, "joiner", 1, _At())
+    kept = [False]
+    ckpt, carrier = _member(mb, folder, "joiner", 1, _At(), lambda: not kept[0])
+    step = 0
+
+    def once(*, keep: bool) -> tuple[float, float]:
+        nonlocal step
+        step, kept[0] = step + 1, keep
+        carrier.freeze()  # as at each step's boundary
+        pipe.send(step)
+        capture = pipe.recv()
+        begun = time.perf_counter()
+        arrived = carrier.fetch(metadata, step, PATIENCE, lambda state: None)["user"][STATES]
+        if not isinstance(arrived, Arrived) or keep == bool(arrived.placed):
+            raise TypeError(f"the state did not arrive as it should: {arrived}")
+        restore(ckpt.registry, [arrived.image], arrived.leaves, arrived.states, placed=arrived.placed)
+        taken = time.perf_counter() - begun
+        arrived.release()
+        pipe.send("applied")
+        pipe.recv()
+        return taken, capture
+
     with ckpt:
-        step = 0
         try:
             while True:
-                step += 1
-                pipe.send(step)
-                capture = pipe.recv()
-                begun = time.perf_counter()
-                arrived = carrier.fetch(metadata, step, PATIENCE, lambda state: None)["user"][STATES]
-                if not isinstance(arrived, Arrived):
-                    raise TypeError("no state arrived")
-                restore(ckpt.registry, [arrived.image], arrived.leaves, arrived.states)
-                taken = time.perf_counter() - begun
-                arrived.release()
-                pipe.send("applied")
-                pipe.recv()
-                yield {"heal": taken, "capture": capture, "both": taken + capture}
+                kept_s, _ = once(keep=True)
+                taken, capture = once(keep=False)
+                yield {"heal": taken, "kept": kept_s, "capture": capture, "both": taken + capture}
         finally:
             pipe.send(None)
             source.join(timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
@@ -13,6 +14,16 @@ PLACEHOLDER = "0" * DIGEST_HEX  # stands in a header whose bytes were not read y
 def digest(data: memoryview | bytes) -> str:
     """xxh3-128 of some bytes, 32 hex digits. Lets other threads run meanwhile."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of(pieces: Sequence[memoryview]) -> str:
+    """``digest`` of bytes that lie in several pieces."""
+    if len(pieces) == 1:
+        return digest(pieces[0])
+    whole = xxhash.xxh3_128()
+    for piece in pieces:
+        whole.update(piece)
+    return whole.hexdigest()
 
 
 def digest_blocks(view: memoryview | bytes, block_bytes: int, threads: int = 1) -> tuple[str, ...]:

@@ -65,6 +65,9 @@ class Image:
         """Stored names in image order, then aliases."""
         return (*(entry.name for entry in self.table.tensors), *self.table.aliases)
 
+    def need(self, begin: int, end: int) -> None:
+        """These bytes will be read; an image whose bytes lie in several places brings them together here."""
+
     @property
     def room_bytes(self) -> int:
         """Memory that ``checked`` needs to read a window into; none where the source is memory itself."""

@@ -14,13 +14,16 @@ from ftckpt.errors import AgentError, DeadlineExceeded, PeerError
 from ftckpt.format.image import Image
 from ftckpt.format.leaves import decode_leaves, encode_leaves
 from ftckpt.format.manifest import StateInfo
+from ftckpt.format.table import TensorTable
 from ftckpt.trainer.capture import Frozen, Plan
 from ftckpt.trainer.inline import decode_value, encode_value
+from ftckpt.trainer.landing import Landed, landing
 from ftckpt.trainer.peers import Peers
 from ftckpt.trainer.replicas.base import State
 from ftckpt.trainer.session import Session
 from ftckpt.transfer.client import Fetched, Patience, Progress, fetch
 from ftckpt.transfer.document import SnapshotDoc
+from ftckpt.transfer.place import Part, Place
 
 OTHERS_S = 2.0
 """How long sources that were not assigned may take to show the step, once the assigned one has failed: they publish at the same
@@ -39,7 +42,11 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer's snapshot, verified, ready to be loaded into live objects on the main thread."""
+    """A peer's snapshot, verified, ready to be loaded into live objects on the main thread.
+
+    Args:
+        placed: what of it is in live memory already, as ``trainer.restore`` takes it.
+    """
 
     image: Image
     leaves: dict[str, object]
@@ -49,6 +56,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     retries: int
     seconds: float
     release: Callable[[], None]
+    placed: dict[str, int] = {}
 
     @property
     def text(self) -> str:
@@ -79,6 +87,7 @@ class HealCarrier:
         peers: who else may hold what is fetched.
         on_progress: told a few times per second how far a fetch is, on the thread that fetches.
         tls: for agents that serve ``https``.
+        spend: gives the live state up if it is worth nothing, and says whether it is: what arrives may then be received in its place.
     """
 
     def __init__(
@@ -89,7 +98,9 @@ class HealCarrier:
         peers: Peers,
         on_progress: Callable[[Progress], None] | None = None,
         tls: ssl.SSLContext | None = None,
+        spend: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._spend = spend
         self._session, self._trajectory, self._peers = session, trajectory, peers
         self._on_progress, self._tls = on_progress, tls
         self._plan: Plan | None = None
@@ -151,7 +162,7 @@ class HealCarrier:
             raise PeerError(f"step {step}: the source's address cannot be read: {e}", now="nothing was taken") from e
         session, deadlines = self._session, self._session.settings.deadlines
         others = [url for url in self._peers.urls() if url != session.client.url]
-        room, offered = _Room(session), dict[str, State]()
+        room, offered = _Room(session, self._landing), dict[str, State]()
 
         def accept(doc: SnapshotDoc) -> None:
             state = _state_of(doc)
@@ -184,6 +195,13 @@ class HealCarrier:
             room.release()
             raise
 
+    def _landing(self, table: TensorTable) -> tuple[list[Part], dict[str, int]]:
+        """What of an image lands in live memory: nothing, while the live state is worth something."""
+        if self._plan is None:
+            return [], {}
+        parts, placed = landing(self._plan, table)
+        return (parts, placed) if parts and self._spend() else ([], {})
+
 
 def _state_of(doc: SnapshotDoc) -> State:
     """What travels beside the image. Raises Damaged, PeerError."""
@@ -197,7 +215,7 @@ def _state_of(doc: SnapshotDoc) -> State:
 def _arrived(got: Fetched, room: _Room) -> Arrived:
     where = ", ".join(got.sources)
     return Arrived(
-        image=Image(got.image, got.doc.table, 0, where, verified=True),
+        image=Landed(got.place, got.doc.table, where),
         leaves=decode_leaves(bytes(got.doc.leaves), f"leaves of the snapshot from {where}"),
         states=msgspec.convert(decode_leaves(bytes(got.doc.extra), f"snapshot from {where}")["states"], dict[str, StateInfo]),
         sources=dict(got.sources),
@@ -205,20 +223,25 @@ def _arrived(got: Fetched, room: _Room) -> Arrived:
         retries=got.retries,
         seconds=got.seconds,
         release=room.release,
+        placed=room.placed,
     )
 
 
 class _Room:
-    """Memory for one arriving image: a slot of the own arena where it fits, else fresh pages."""
+    """Memory for one arriving image: a slot of the own arena where it fits, else fresh pages; and what may land in live tensors."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, landing: Callable[[TensorTable], tuple[list[Part], dict[str, int]]]) -> None:
+        self._session, self._landing = session, landing
         self._slot: int | None = None
+        self.placed: dict[str, int] = {}
 
-    def take(self, doc: SnapshotDoc) -> memoryview:
+    def take(self, doc: SnapshotDoc) -> Place:
         """Called again where the first source was lost before it had proven its bytes."""
         self.release()
-        size = doc.table.image_bytes
+        parts, self.placed = self._landing(doc.table)
+        return Place(self._memory(doc.table.image_bytes), parts)
+
+    def _memory(self, size: int) -> memoryview:
         arena = self._session.client.arena
         if arena is not None and 0 < size <= arena.slot_bytes:
             self._slot = self._session.slot(0.0)

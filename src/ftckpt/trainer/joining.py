@@ -83,6 +83,7 @@ class Joining:
             peers=peers,
             on_progress=self._background.healing,
             tls=taking(settings.agent_tls_ca),
+            spend=lambda: self._own().spend(),
         )
         callbacks = Callbacks(
             tail=self._tail.read,
@@ -141,7 +142,7 @@ class Joining:
         if not isinstance(arrived, Arrived):
             raise ConfigError("a peer's state arrived without its bytes", todo="run the same ftckpt release on all replicas")
         try:
-            restore(self._session.registry, [arrived.image], arrived.leaves, arrived.states)
+            restore(self._session.registry, [arrived.image], arrived.leaves, arrived.states, placed=arrived.placed)
         finally:
             arrived.release()
         step, size = self._own().step, arrived.image.table.image_bytes

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from ftckpt.format.image import Image
 from ftckpt.format.table import Chunk
@@ -59,6 +60,8 @@ class _Job(NamedTuple):
 
 def lacking(sink: Sink) -> int:
     """How many elements that this rank needs are in no image."""
+    if _whole(sink):
+        return 0
     need = have = 0
     for box in held(sink.tensor, sink.stored.name).boxes:
         need += math.prod(box.sizes)
@@ -81,6 +84,9 @@ def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
     Raises:
         Damaged: a block does not match its digest. No byte of that block is in a live tensor, but others may have been filled.
     """
+    for sink in sinks:
+        for number, chunk in sink.stored.chunks:
+            index.images[number].need(chunk.begin, chunk.end)
     jobs, odd, size = _jobs(index.images, [task for sink in sinks for task in _tasks(sink)])
     for task in odd:
         _run_odd(index.images[task.image], task)
@@ -112,8 +118,21 @@ def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
     return size
 
 
+def _whole(sink: Sink) -> bool:
+    """Whether one box of one image is all of a tensor that is all here, and it has elements."""
+    chunks = sink.stored.chunks
+    return len(chunks) == 1 and not isinstance(sink.tensor, DTensor) and chunks[0][1].sizes == sink.tensor.shape and all(sink.tensor.shape)
+
+
 def _tasks(sink: Sink) -> Iterator[_Task]:
     stored = sink.stored
+    if _whole(sink) and stored.chunks[0][1].end - stored.chunks[0][1].begin <= _SMALL and not sink.typed:  # most often, and many
+        number, chunk = stored.chunks[0]
+        target = sink.tensor.detach()
+        if not (target.is_conj() or target.is_neg()):
+            integers = integers_for(target)
+            yield _Task(number, chunk, integers, (0,) * len(chunk.sizes), chunk.sizes, target.view(integers), None, 0, True)
+            return
     local = None
     for box in held(sink.tensor, stored.name).boxes:
         if not all(box.sizes):
@@ -190,6 +209,7 @@ def _run(job: _Job, room: memoryview) -> None:
     base = job.first * job.image.table.block_bytes
     memory = None
     targets, sources = [], []
+    run: list[_Task] = []  # small boxes one after another: cut from one view, which is far less work each
     for task in job.tasks:
         chunk, item = task.chunk, task.view.itemsize
         begin, end = max(chunk.begin, base), min(chunk.end, base + len(data))
@@ -201,14 +221,27 @@ def _run(job: _Job, room: memoryview) -> None:
                 np.copyto(task.flat[first:last], np.frombuffer(data, task.flat.dtype, last - first, begin - base + (first - at) * item))
             continue
         memory = borrow(data) if memory is None else memory
-        part = memory[begin - base : end - base].view(task.view)
         if task.together and end - begin == chunk.end - chunk.begin:
+            if run and (run[-1].chunk.end != begin or run[-1].view is not task.view):
+                sources += _cut(memory, base, run)
+                run = []
+            run.append(task)
             targets.append(task.target)
-            sources.append(part.view(chunk.sizes))
-        else:
-            _fill(task.target, task.low, task.high, chunk.sizes, start, part)
+            continue
+        part = memory[begin - base : end - base].view(task.view)
+        _fill(task.target, task.low, task.high, chunk.sizes, start, part)
+    if memory is not None and run:
+        sources += _cut(memory, base, run)
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def _cut(memory: torch.Tensor, base: int, run: Sequence[_Task]) -> list[torch.Tensor]:
+    """Boxes that lie one after another in a block, as tensors."""
+    view = run[0].view
+    whole = memory[run[0].chunk.begin - base : run[-1].chunk.end - base].view(view)
+    parts = torch.split(whole, [(task.chunk.end - task.chunk.begin) // view.itemsize for task in run])
+    return [part if len(task.chunk.sizes) == 1 else part.view(task.chunk.sizes) for part, task in zip(parts, run, strict=True)]
 
 
 def _run_odd(image: Image, task: _Task) -> None:

@@ -11,11 +11,12 @@ from ftckpt.errors import ConfigError, Unstorable
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import StateInfo
 from ftckpt.trainer.cursor import give
+from ftckpt.trainer.garbage import without_gc
 from ftckpt.trainer.loading_plan import Part, raise_all
 from ftckpt.trainer.modules import plan_module
-from ftckpt.trainer.naming import TreeEncoder, parameter_names
+from ftckpt.trainer.naming import TreeEncoder, local_of, parameter_names
 from ftckpt.trainer.optimizers import OptimizerPart
-from ftckpt.trainer.reading import read_all
+from ftckpt.trainer.reading import Sink, read_all
 from ftckpt.trainer.report import OnMeta, OnMismatch, RestoreReport, StateReport, Strictness
 from ftckpt.trainer.states import State, StateRegistry
 from ftckpt.trainer.stored import Index, Stored
@@ -39,6 +40,7 @@ def restore(
     on_mismatch: OnMismatch | Mapping[str, OnMismatch] = "error",
     meta: OnMeta = "error",
     threads: int = 2,
+    placed: Mapping[str, int] | None = None,
 ) -> RestoreReport:
     """Load stored states into the registered objects, in place.
 
@@ -58,6 +60,7 @@ def restore(
         on_mismatch: "fresh" leaves an optimizer as it is when the stored state does not fit or is absent.
         meta: what to do with parameters on the meta device: refuse, leave them, or give them memory on the CPU.
         threads: threads that read and copy.
+        placed: stored tensors that are in live memory already, by name, and at which address (``landing``): not copied again.
 
     Raises:
         Mismatch: lists every missing, unexpected, misshaped or differently typed key; nothing was changed.
@@ -66,26 +69,30 @@ def restore(
             before training on. Learning rates, RNG streams, gradients, optimizers' structure and trees are as before.
     """
     chosen = _choose(registry, only, exclude, sources, strict, on_mismatch)
-    index = Index(images)
-    claimed: dict[object, Stored] = {}
-    names = parameter_names(registry.of_scope("shared"))
-    parts: list[Part] = []
-    problems: list[str] = []
-    report = RestoreReport()
-    read: set[str] = set()
-    for state in sorted(chosen, key=lambda s: _ORDER[s.kind]):
-        source = _source(state.name, sources or {}, states)
-        part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), claimed)
-        read.add(part.source)
-        fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
-        _plan(part, state, source, leaves, states, names, meta)
-        if part.problems and fresh:
-            part.report.notes += part.problems
-            part = _left_alone(part)
-        problems += part.problems
-        parts.append(part)
-    raise_all(problems)
-    report.bytes = _apply(index, parts, threads)
+    with without_gc():
+        index = Index(images)
+        claimed: dict[object, Stored] = {}
+        names = parameter_names(registry.of_scope("shared"))
+        parts: list[Part] = []
+        problems: list[str] = []
+        report = RestoreReport()
+        read: set[str] = set()
+        for state in sorted(chosen, key=lambda s: _ORDER[s.kind]):
+            source = _source(state.name, sources or {}, states)
+            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), claimed)
+            read.add(part.source)
+            fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
+            _plan(part, state, source, leaves, states, names, meta)
+            if part.problems and fresh:
+                part.report.notes += part.problems
+                part = _left_alone(part)
+            problems += part.problems
+            parts.append(part)
+        raise_all(problems)
+        report.bytes = _fill(index, parts, threads)
+    for part in parts:
+        for load in part.loads:
+            load()
     report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
     report.unread = [name for name in states if name not in read]
     return report
@@ -139,15 +146,12 @@ def _plan_tree(part: Part, state: State, source: str, leaves: Mapping[str, Any],
     part.loads.append(lambda: give(state, value))
 
 
-def _apply(index: Index, parts: Sequence[Part], threads: int) -> int:
+def _fill(index: Index, parts: Sequence[Part], threads: int) -> int:
     with torch.no_grad():
         done = read_all(index, [sink for part in parts for sink in part.sinks], threads)
         for part in parts:
             for final in part.finals:
                 final()
-    for part in parts:
-        for load in part.loads:
-            load()
     return done
 
 

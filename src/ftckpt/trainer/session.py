@@ -91,7 +91,11 @@ class Session:
         for capturer in (self.full, self.local):
             capturer.release()
         arena = Arena.create(self.settings.slots, page_up(need + self._to_come(need) + (need >> 4)))
-        self.client.attach(arena)
+        try:
+            self.client.attach(arena)
+        except BaseException:
+            arena.close()
+            raise
         arena.prefault()
         self._unpin()
         old, self._arena = self._arena, arena

@@ -16,6 +16,7 @@ from ftckpt.transfer.document import SnapshotDoc
 from ftckpt.transfer.engine import Engine
 from ftckpt.transfer.order import Fetched, Order, Patience, Progress
 from ftckpt.transfer.peer import split_url
+from ftckpt.transfer.place import Place
 from ftckpt.transfer.roster import Unproven
 
 __all__ = ["Fetched", "Patience", "Progress", "fetch"]
@@ -27,7 +28,7 @@ def fetch(
     step: int,
     job: str,
     secret: bytes,
-    target: Callable[[SnapshotDoc], memoryview],
+    target: Callable[[SnapshotDoc], memoryview | Place],
     *,
     accept: Callable[[SnapshotDoc], None] | None = None,
     connections: int = 4,
@@ -41,7 +42,8 @@ def fetch(
     Args:
         urls: base URLs of peers' agents, the assigned one first; all that hold the same bytes share the load.
         step: the committed step asked for; waits for its publication (``patience.find``).
-        target: called with the accepted document, once for each that is begun with (mostly once); returns writable memory of ``doc.table.image_bytes`` bytes.
+        target: called with the accepted document, once for each that is begun with (mostly once); returns writable memory of ``doc.table.image_bytes`` bytes,
+            as one piece or as a ``Place``. Bytes land there before they are checked: after an error it holds anything.
         accept: raises (e.g. HealRefused) for a document that must not be taken; the next source is then tried.
         connections: connections in all.
         chunk: bytes per request at most (rounded to whole blocks).

@@ -5,16 +5,17 @@ from __future__ import annotations
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from ftckpt.errors import ConfigError
-from ftckpt.format.digest import digest
+from ftckpt.format.digest import digest_of
 from ftckpt.transfer.crew import Source
 from ftckpt.transfer.document import SnapshotDoc
 from ftckpt.transfer.order import Fetched, Order, Progress
 from ftckpt.transfer.peer import Blocks, Flaw, PeerConnection
+from ftckpt.transfer.place import Place
 from ftckpt.transfer.roster import PAUSE_S, STRIKES, TICK_S, Roster
 from ftckpt.transfer.spans import Spans
 
@@ -26,7 +27,7 @@ class Engine:
     def __init__(
         self,
         order: Order,
-        target: Callable[[SnapshotDoc], memoryview],
+        target: Callable[[SnapshotDoc], memoryview | Place],
         accept: Callable[[SnapshotDoc], None] | None,
         on_progress: Callable[[Progress], None] | None,
         tls: ssl.SSLContext | None,
@@ -36,7 +37,7 @@ class Engine:
         self._roster = Roster(order, tls, started)
         self._found: dict[int, tuple[str, Source]] = {}  # digests of blocks that nothing is known to compare with yet
         self._changed = self._roster.changed
-        self._goal: tuple[SnapshotDoc, memoryview] | None = None
+        self._goal: tuple[SnapshotDoc, Place] | None = None
         self._done = 0
         self._retries = 0
 
@@ -66,18 +67,21 @@ class Engine:
         table = msgspec.structs.replace(doc.table, digests=roster.digests or ())
         return Fetched(
             doc=msgspec.structs.replace(doc, table=table),
-            image=image,
+            image=image.whole,
+            place=image,
             sources={s.url: s.bytes for s in roster.sources if s.bytes},
             dropped={s.url: s.flaw.why for s in roster.sources if s.state == "out"},
             retries=self._retries,
             seconds=time.monotonic() - roster.started,
         )
 
-    def _memory(self, doc: SnapshotDoc) -> memoryview:
-        image = self._target(doc).cast("B")
-        if image.readonly or len(image) != doc.table.image_bytes:
+    def _memory(self, doc: SnapshotDoc) -> Place:
+        target = self._target(doc)
+        image = target if isinstance(target, Place) else Place(target)
+        readonly = image.whole.readonly or any(part.memory.readonly for part in image.parts)
+        if readonly or image.size != doc.table.image_bytes:
             raise ConfigError(
-                f"the target for step {self._order.step} has {len(image)} bytes{' and is read-only' if image.readonly else ''}; the image has {doc.table.image_bytes}",
+                f"the target for step {self._order.step} has {image.size} bytes{' and is read-only' if readonly else ''}; the image has {doc.table.image_bytes}",
                 now="nothing was fetched",
             )
         return image
@@ -121,14 +125,14 @@ class Engine:
                 self._changed.wait(TICK_S)
             return None
 
-    def _take(self, connection: PeerConnection, source: Source, run: Blocks, doc: SnapshotDoc, image: memoryview) -> None:
+    def _take(self, connection: PeerConnection, source: Source, run: Blocks, doc: SnapshotDoc, image: Place) -> None:
         """Fetch one run; what of it did not arrive goes back to be asked for again."""
         table, line = doc.table, source.line
         got = 0
 
-        def on_block(block: int, data: memoryview) -> bool:
+        def on_block(block: int, pieces: Sequence[memoryview]) -> bool:
             nonlocal got
-            found = digest(data)
+            found = digest_of(pieces)
             with self._changed:
                 expected = self._roster.digests
                 if expected is None:

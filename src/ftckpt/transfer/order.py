@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ftckpt.transfer.document import SnapshotDoc
+from ftckpt.transfer.place import Place
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,8 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         doc: its document.
-        image: the target, filled.
+        image: the target's whole, filled but for what went into parts.
+        place: the target, filled.
         sources: verified bytes by source URL.
         dropped: sources that were given up, with the reason.
         retries: runs of blocks that had to be asked for again.
@@ -49,6 +51,7 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
 
     doc: SnapshotDoc
     image: memoryview
+    place: Place
     sources: Mapping[str, int]
     dropped: Mapping[str, str]
     retries: int

@@ -9,7 +9,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -17,6 +17,7 @@ import msgspec
 
 from ftckpt.errors import ConfigError
 from ftckpt.transfer.auth import authorization, same, sign_answer
+from ftckpt.transfer.place import Place
 from ftckpt.transfer.wire import BadMessage, Channel, Closed, Head, parse_status, render_request
 
 log = logging.getLogger("ftckpt.transfer.client")
@@ -95,12 +96,12 @@ class PeerConnection:
         return self._guarded(lambda: self._document(path, wait))
 
     def blocks_into(
-        self, snapshot: str, blocks: Blocks, block_bytes: int, image: memoryview, on_block: Callable[[int, memoryview], bool]
+        self, snapshot: str, blocks: Blocks, block_bytes: int, image: Place, on_block: Callable[[int, Sequence[memoryview]], bool]
     ) -> None:
-        """GET a run of blocks straight into their place in ``image``.
+        """GET a run of blocks straight into their place in the image.
 
         Args:
-            on_block: told the number and the bytes of each block as soon as it is there (and still in cache); False ends the run
+            on_block: told the number and the pieces of each block as soon as it is there (and still in cache); False ends the run
                 there (and the connection). It may raise a Flaw.
 
         Raises:
@@ -153,10 +154,10 @@ class PeerConnection:
         return bytes(body)
 
     def _blocks_into(
-        self, snapshot: str, blocks: Blocks, block_bytes: int, image: memoryview, on_block: Callable[[int, memoryview], bool]
+        self, snapshot: str, blocks: Blocks, block_bytes: int, image: Place, on_block: Callable[[int, Sequence[memoryview]], bool]
     ) -> None:
         begin = blocks.first * block_bytes
-        end = min(len(image), begin + blocks.count * block_bytes)
+        end = min(image.size, begin + blocks.count * block_bytes)
         channel = self._open()
         head, mac, status = self._ask(channel, f"snapshots/{snapshot}/data", f"bytes={begin}-{end - 1}", 0.0)
         if status == 401:
@@ -166,15 +167,16 @@ class PeerConnection:
         if status != 206 or head.length != end - begin:
             raise Flaw(f"it answered {status} with {head.length} bytes for a range of {end - begin}", fatal=status < 500)
         self._prove(head, mac, status, head.length, None)
-        view, at, since = image[begin:end], 0, 0
         for block in range(blocks.first, blocks.first + blocks.count):
-            upto = min(since + block_bytes, len(view))
-            while at < upto:
-                at += self._recv(channel, view[at:upto])
-            if not on_block(block, view[since:upto]):
+            start = block * block_bytes
+            pieces = tuple(image.pieces(start, min(start + block_bytes, end)))
+            for piece in pieces:
+                at = 0
+                while at < len(piece):
+                    at += self._recv(channel, piece[at:])
+            if not on_block(block, pieces):
                 self.close()
                 return
-            since = upto
 
     def _discard(self, path: str, size: int, came: Callable[[int], bool], end: float) -> None:
         channel = self._open()

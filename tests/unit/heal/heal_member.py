@@ -38,6 +38,7 @@ class Member:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.at = Trajectory(0, "0" * 64)
+        self.worthless, self.asked = False, 0
         self.ckpt = Checkpointer.open(job="heal", policy=Never(), **spec["settings"])
         side = spec.get("side", 256)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(side, side) for _ in range(spec.get("layers", 3))), torch.nn.BatchNorm1d(side))
@@ -57,10 +58,16 @@ class Member:
             peers=self.peers,
             tls=taking(settings.agent_tls_ca),
             on_progress=self.ckpt._rank.background.healing,
+            spend=self.spend,
         )
         self.set(step=spec.get("seed", 0))
         self.training = threading.Event()
         self.trainer: threading.Thread | None = None
+
+    def spend(self) -> bool:
+        """Whether this member's own state is worth nothing; told how often it was asked."""
+        self.asked += 1
+        return self.worthless
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self.model.state_dict().values(), *(t for s in self.optimizer.state.values() for t in s.values())]
@@ -108,8 +115,11 @@ class Member:
         self.carrier.retire()
         return {}
 
-    def heal(self, metadata: str, step: int, peers: list[str] | None = None, timeout: float = 15.0, refuse: str = "") -> dict[str, Any]:
-        self.peers.named = peers
+    def heal(
+        self, metadata: str, step: int, peers: list[str] | None = None, timeout: float = 15.0, refuse: str = "", worthless: bool = False
+    ) -> dict[str, Any]:
+        self.peers.named, self.worthless, self.asked = peers, worthless, 0
+        self.carrier.freeze()  # as each step does
 
         def admit(state: Any) -> None:
             if refuse:
@@ -118,7 +128,7 @@ class Member:
         state = self.carrier.fetch(metadata, step, timeout, admit)
         arrived = state["user"].pop(STATES)
         try:
-            restore(self.ckpt.registry, [arrived.image], arrived.leaves, arrived.states)
+            restore(self.ckpt.registry, [arrived.image], arrived.leaves, arrived.states, placed=arrived.placed)
         finally:
             arrived.release()
         self.ckpt._rank.session.client.note("healed", arrived.text, arrived.detail)
@@ -128,6 +138,8 @@ class Member:
             "sources": arrived.sources,
             "dropped": arrived.dropped,
             "retries": arrived.retries,
+            "placed": sorted(arrived.placed),
+            "asked": self.asked,
             "mine": mine and {**mine, "weights": mine["weights"].tolist()},
             "torchft": state["torchft"],
         }

@@ -49,6 +49,7 @@ class FileCarrier:
     """Published states as directories: tensors raw, bytes and numbers as JSON."""
 
     def __init__(self, root: Path, name: str, fails: int) -> None:
+        self.spoil: Callable[[], None] = lambda: None  # what a heal that fails half way does to the live state
         self.root, self.name, self.count, self.fails = root / "carried", name, 0, fails
         self.root.mkdir(exist_ok=True)
 
@@ -89,6 +90,7 @@ class FileCarrier:
         until = time.monotonic() + timeout
         if self.fails:
             self.fails -= 1
+            self.spoil()
             raise PeerError("the network is cut")
         while time.monotonic() < until:
             found = self._newest(json.loads(metadata)["from"], step)
@@ -152,8 +154,16 @@ class Worker:
             port=0,
         )
         self.replica = FtReplica(self.manager)
+        if spec.get("spoils", False):
+            self.carrier.spoil = self.spoil
         self.manager.register_state_dict_fn("w", self.load_w, lambda: self.w.clone())
         self.model: torch.nn.Module | None = None
+
+    def spoil(self) -> None:
+        """As a heal that receives in place and loses its source half way."""
+        self.spent = self.replica.spend()
+        if self.spent:
+            self.w[::2] = -999.0
 
     def load_w(self, value: Any) -> None:
         if self.fail_load:

@@ -1,4 +1,5 @@
-"""What lines of other replicas can make a member do: wait before a step from zero, or end as one half of a split; never more."""
+"""What lines of other replicas can make a member do: wait before a step from zero, or end as one half of a split; never more. And when a
+live state may be overwritten before it is replaced."""
 
 from __future__ import annotations
 
@@ -137,3 +138,64 @@ def test_hints_come_from_the_log_and_a_silent_log_gives_none(monkeypatch: pytest
     assert "split brain: a" in split_brain(log, tail_of(0, 1), "b")
     monkeypatch.setattr(log, "replicas", lambda timeout=None: (_ for _ in ()).throw(LogUnreachable("down")))
     assert (ahead(log, "b"), split_brain(log, tail_of(0, 1), "b")) == ("", "")
+
+
+@pytest.mark.covers("I3", "F54")
+def test_a_live_state_is_overwritten_by_a_heal_only_where_it_was_given_up_or_the_tail_has_as_much() -> None:
+    bench = Bench(step=3)
+    bench.member.begin()
+    assert not bench.member.spend()  # nothing in the log to go back to
+    assert not bench.member.offered.blank
+    bench.tail = tail_of(0, 2)
+    bench.member.begin()
+    assert bench.member.spend()
+    assert bench.member.offered.blank  # what peers would be given
+    voted = Bench(step=3)
+    assert voted.step(3)[0]
+    voted.makes()
+    voted.tail = tail_of(0, 2)
+    voted.member.begin()
+    assert not voted.member.spend()  # it has made a step since
+    voted.member.give_up()
+    assert voted.member.spend()
+
+
+@pytest.mark.covers("I3", "F54", "F56")
+@pytest.mark.parametrize("healing", [True, False])
+def test_a_state_that_a_heal_began_to_overwrite_votes_for_nothing_and_is_given_up(healing: bool) -> None:
+    bench = Bench(step=3)
+    bench.tail = tail_of(0, 2)
+    bench.member.begin()
+    bench.member.spend()
+    bench.member.begin()  # the step in which it happened may have been left without a vote
+    go = bench.member.take_stance(healing=healing, max_step=3, world_size=2)
+    _, agreed = bench.member.judge([bench.slot()], own=0, expected=1, step=3)
+    assert (go, agreed.act in (Act.BLANK, Act.LOAD)) == (False, True)
+    bench.member.give_up()
+    assert bench.member.position.blank
+
+
+@pytest.mark.covers("I3")
+def test_an_applied_heal_or_a_loaded_tail_is_a_state_again() -> None:
+    for how in ("applied", "loaded"):
+        bench = Bench(step=3)
+        bench.tail = tail_of(0, 2)
+        at = bench.member.position
+        bench.member.begin()
+        bench.member.spend()
+        if how == "applied":
+            bench.member.applied(at)
+        else:
+            bench.member.adopt(at.trajectory, {}, 0)
+        assert not bench.member.offered.blank
+
+
+def test_a_log_that_cannot_be_read_is_nothing_to_go_back_to() -> None:
+    def unreadable() -> Entry | None:
+        raise LogUnreachable("down")
+
+    calls = Callbacks(tail=unreadable, known_tail=lambda: tail_of(0, 2), load_tail=lambda _: None)
+    member = Member("job", "b", "life", calls, Limits())
+    member.adopt(genesis("job").advance([(1, 1)]), {}, 0)
+    member.begin()
+    assert not member.spend()

@@ -219,6 +219,41 @@ def test_a_replica_that_can_never_heal_ends_after_bounded_attempts_with_its_own_
     assert (ends["error"], ends["code"]) == ("HealFailed", 9)
 
 
+@pytest.mark.covers("F54", "F56", "I3")
+def test_a_joiner_whose_heal_broke_off_in_its_live_state_is_blank_until_the_next_one(world: World) -> None:
+    a, other = ready(world, "a", "other")
+    a.call("save", index=0)
+    other.kill()
+    a.call("until", step=5)
+    (b,) = world.start("b", fail_fetches=1, spoils=True)
+    b.call("resume", index=0)
+    x, y = together([a, b])
+    assert (x["vote"], y["vote"], y["contributed"], y["healed"]) == (True, False, False, False)
+    assert -999.0 in y["w"]
+    assert y["blank"]  # not to be saved, and the next vote is refused unless it healed or loaded the tail
+    assert x["members"] == (x["member"],)
+    x, y = together([a, b])
+    assert (y["vote"], y["healed"], y["blank"], y["w"], y["h"]) == (True, True, False, x["w"], x["h"])
+    assert together([a, b])[1]["contributed"]
+    assert b.call("state")["loaded"] == [0]
+
+
+@pytest.mark.covers("F54", "F56", "I3", "I8")
+def test_a_joiner_whose_heal_broke_off_in_its_live_state_loads_the_tail_when_its_source_is_gone(world: World) -> None:
+    (a,) = ready(world, "a")
+    a.call("save", index=0)
+    kept = a.call("state")
+    a.call("until", step=5)
+    (b,) = world.start("b", fail_fetches=1, spoils=True)
+    b.call("resume", index=0)
+    together([a, b])
+    a.kill()
+    assert -999.0 in b.call("state")["w"]
+    made = b.call("until", step=kept["step"] + 1)
+    assert made["loaded"] == [0, 0]
+    assert made["w"] == [w - 1.0 for w in kept["w"]]
+
+
 @pytest.mark.slow
 @pytest.mark.covers("I3")
 def test_a_state_that_was_fetched_but_never_voted_on_is_given_up(world: World) -> None:

@@ -18,6 +18,7 @@ from serving import JOB, SECRET, pattern
 from ftckpt.errors import DeadlineExceeded, HealRefused, PeerError, Unauthorized
 from ftckpt.format.digest import digest_blocks
 from ftckpt.transfer import Fetched, Patience, Progress, SnapshotDoc, fetch
+from ftckpt.transfer.place import Part, Place
 
 MIB = 1 << 20
 Start = Callable[..., Any]
@@ -39,6 +40,31 @@ def test_image_arrives_bit_for_bit_with_its_document(peer: Start) -> None:
 @pytest.mark.parametrize("size", [0, 1, (1 << 16) - 1, 1 << 16, (1 << 16) + 1])
 def test_odd_sizes(peer: Start, size: int) -> None:
     assert take(peer(size=size).url).image == pattern(size, 1)
+
+
+@pytest.mark.covers("I9")
+@pytest.mark.parametrize("at", [[], [(0, 10)], [(65_530, 65_542), (65_542, 200_000)], [(1, 2), (70_000, 140_000), (299_999, 300_000)]])
+def test_parts_of_an_image_arrive_where_they_belong(peer: Start, at: list[tuple[int, int]]) -> None:
+    size = 300_000
+    whole = bytearray(size)
+    parts = [Part(begin, end, memoryview(bytearray(end - begin))) for begin, end in at]
+    place = Place(memoryview(whole), parts)
+    got = fetch([peer(size=size).url], 5, JOB, SECRET, lambda doc: place, patience=Patience(find=10))
+    expected = pattern(size, 1)
+    for part in parts:
+        assert part.memory == expected[part.begin : part.end]
+        assert not any(whole[part.begin : part.end])
+    assert b"".join(got.place.pieces(0, size)) == expected
+    assert b"".join(got.place.pieces(69_500, 70_500)) == expected[69_500:70_500]
+
+
+@pytest.mark.covers("F54", "I9")
+def test_a_byte_flipped_in_a_part_is_found(peer: Start, proxy: Start) -> None:
+    size = 4 * MIB
+    place = Place(memoryview(bytearray(size)), [Part(MIB + 7, 3 * MIB, memoryview(bytearray(2 * MIB - 7)))])
+    bad = proxy(peer(size=size).url, flip_at=2 * MIB)
+    with pytest.raises(PeerError, match="bad bytes in block"):
+        fetch([bad.url], 5, JOB, SECRET, lambda doc: place, patience=Patience(find=10))
 
 
 @pytest.mark.covers("F51")

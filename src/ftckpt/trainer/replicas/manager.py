@@ -99,7 +99,7 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         )  # torchft lets the environment override arguments, unchecked
         self._client: Client = Client(self._client)
         self._acts = GroupActs(self._store if world_size > 1 else None, incarnation)
-        self.register_state_dict_fn(OWN_KEY, lambda value: None, lambda: self.standing.position.encode())
+        self.register_state_dict_fn(OWN_KEY, lambda value: None, lambda: self.standing.offered.encode())
 
     def before_vote(self, call: Callable[[], None]) -> None:
         """Call this in every ``should_commit``, before the vote (gradients that no hook reduces)."""

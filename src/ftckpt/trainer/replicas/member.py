@@ -65,6 +65,7 @@ class Member:
         self.now = Attempt(0)
         self._callbacks = callbacks
         self._first, self._adds = True, (0, 0)
+        self._spent = False  # a heal may have overwritten some of the live state
         self._outcomes: list[Outcome] = []
 
     # ------------------------------------------------------------------ before the quorum
@@ -85,12 +86,17 @@ class Member:
     def adopt(self, trajectory: Trajectory, counts: Mapping[int, int], samples: int) -> None:
         """Take over the position of a loaded state; the next vote is a first vote again."""
         self.position = Position(trajectory=trajectory, counts=dict(counts), samples=samples)
-        self._first, self._adds = True, (0, 0)
+        self._first, self._adds, self._spent = True, (0, 0), False
         self.bounds.refusals = 0
 
     def give_up(self) -> None:
         """The state is worth nothing any more."""
-        self.position = NOWHERE
+        self.position, self._spent = NOWHERE, False
+
+    @property
+    def offered(self) -> Position:
+        """The position that goes with the live state to peers."""
+        return NOWHERE if self._spent else self.position
 
     # ------------------------------------------------------------------ in the quorum
     @property
@@ -119,6 +125,16 @@ class Member:
             raise HealRefused(why, now="the live state is unchanged", todo="nothing: another source is tried")
         self.now.coming = offered
 
+    def spend(self) -> bool:
+        """A heal may receive in the place of the live state, if that is worth nothing: given up, or loaded and not voted with, so that the
+        tail has as much. From then on it stands for nothing until a heal was applied or the tail loaded."""
+        tail, readable = self.tail()
+        if not self.position.blank:
+            if not self._first or tail is None or not readable:
+                return False
+            self._spent = True
+        return True
+
     def heal_failed(self, error: Exception) -> None:
         """A heal that the quorum asked for came to nothing."""
         self.now.coming = None
@@ -144,6 +160,8 @@ class Member:
         )
         tail, readable = self.tail()
         stance = self.bounds.stance(tail, readable, self.voting, quorum)
+        if self._spent and self.now.coming is None and (stance.go or stance.act is Act.KEEP):
+            stance = Stance(False, Act.BLANK, f"{stance.reason or 'no heal'}; the one before had begun to overwrite the state")
         if stance.go and self.now.empty and tail is None and (ahead := self._callbacks.ahead()):
             stance = Stance(False, Act.KEEP, ahead)
         elif tail is not None and stance.act is Act.LOAD and not quorum.first and self.bounds.overtaken() and self._callbacks.rivals(tail):
@@ -227,7 +245,7 @@ class Member:
 
     def applied(self, position: Position) -> None:
         """The fetched state is live."""
-        self.position, self.now.healed = position, True
+        self.position, self.now.healed, self._spent = position, True, False
 
     def made(self, slots: Sequence[Slot], *, own: int, rank: int | None) -> None:
         """The step was committed: the trajectory moves, last of all."""

@@ -255,6 +255,10 @@ class FtReplica:
         """See ``Replica.stand_by``."""
         self._standing.give_up()
 
+    def spend(self) -> bool:
+        """See ``Member.spend``; torchft's quorum thread."""
+        return self._standing.spend()
+
     def outcome(self) -> Outcome:
         """See ``Replica.outcome``."""
         return self._standing.outcome()
