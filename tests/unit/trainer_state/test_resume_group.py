@@ -85,11 +85,26 @@ def test_a_store_that_fails_on_one_rank_for_a_while_is_waited_for_by_all_and_the
 
 
 @pytest.mark.covers("F20", "F24")
-def test_a_store_that_goes_on_failing_on_one_rank_makes_all_take_the_generation_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_goes_on_failing_on_one_rank_is_an_error_on_all_and_no_older_generation_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors: list[StoreError] = []
+    resume = Resumer.resume
+
+    def noted(self: Resumer, *args: Any, **options: Any) -> Any:
+        try:
+            return resume(self, *args, **options)
+        except StoreError as e:
+            errors.append(e)
+            return SimpleNamespace(step=-1)
+
+    monkeypatch.setattr(Resumer, "resume", noted)
     reports, loaders = resume_both((0, 3), monkeypatch)
-    assert [r.step for r in reports] == [1, 1]
+    assert [r.step for r in reports] == [-1, -1]
     assert loaders[0].tried == loaders[1].tried
-    assert all("the mount does not answer" in r.passed_over[0] for r in reports)
+    assert len(set(loaders[0].tried)) == 1, "an older generation was tried"
+    assert len(errors) == 2
+    assert all("the mount does not answer" in e.what for e in errors)
 
 
 @pytest.mark.covers("I11")
