@@ -307,7 +307,9 @@ def test_broken_files_are_refused_by_name(tmp_path, damage):
 
 
 @pytest.mark.covers("A9")
-def test_our_own_shards_are_plain_safetensors_too(job):
+def test_our_own_shards_are_plain_safetensors_too_but_not_taken_for_a_model(job):
     _, place, model = job
-    with SafetensorsWeights(place / "shard-00000-of-00001.safetensors") as weights:
-        assert torch.equal(weights.read("model/layers.0.weight"), model.layers[0].weight)
+    shard = place / "shard-00000-of-00001.safetensors"
+    assert torch.equal(load_file(shard)["model/layers.0.weight"], model.layers[0].weight)
+    with pytest.raises(errors.ConfigError, match="shard of a generation"), SafetensorsWeights(shard):
+        pass
