@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ftckpt.ports import BlobStore
 
 Job = Annotated[
-    str | None, typer.Argument(metavar="[JOB]", help="Name of the training run. Else FTCKPT_JOB, else ftckpt.toml.", show_default=False)
+    str | None, typer.Argument(metavar="JOB", help="Name of the training run. Else FTCKPT_JOB, else ftckpt.toml.", show_default=False)
 ]
 NewJob = Annotated[str, typer.Argument(metavar="JOB", help="Name of the training run.", show_default=False)]
 Root = Annotated[str | None, typer.Option("--root", help="Root: a path or URL. Else FTCKPT_ROOT, else ftckpt.toml.", show_default=False)]

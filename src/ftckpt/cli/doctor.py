@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Name of the training run, to look at its log and size.", show_default=False)
+        str | None, typer.Argument(metavar="JOB", help="Name of the training run, to look at its log and size.", show_default=False)
     ] = None,
     root: common.Root = None,
     log: common.Log = None,

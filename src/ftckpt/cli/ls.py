@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def ls(
     job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Name of the training run; left out: list jobs.", show_default=False)
+        str | None, typer.Argument(metavar="JOB", help="Name of the training run; left out: list jobs.", show_default=False)
     ] = None,
     root: common.Root = None,
     log: common.Log = None,

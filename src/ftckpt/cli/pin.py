@@ -9,7 +9,7 @@ import typer
 from ftckpt.cli import common
 
 Which = Annotated[
-    str | None, typer.Argument(metavar="[GENERATION]", help="Index or directory name; left out: the newest.", show_default=False)
+    str | None, typer.Argument(metavar="GENERATION", help="Index or directory name; left out: the newest.", show_default=False)
 ]
 Step = Annotated[int | None, typer.Option("--step", help="The generation of this step instead.", show_default=False)]
 

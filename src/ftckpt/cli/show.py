@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 def show(
     job: common.Job = None,
     generation: Annotated[
-        str | None, typer.Argument(metavar="[GENERATION]", help="Index or directory name; left out: the newest.", show_default=False)
+        str | None, typer.Argument(metavar="GENERATION", help="Index or directory name; left out: the newest.", show_default=False)
     ] = None,
     step: Annotated[int | None, typer.Option("--step", help="The generation of this step.", show_default=False)] = None,
     root: common.Root = None,
