@@ -71,10 +71,16 @@ def _load(path: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as e:  # torch raises what it likes for a file that it does not trust
         raise Damaged(
-            f"{path} cannot be read as plain weights: {type(e).__name__}: {str(e)[:500]}",
+            f"{path} cannot be read as plain weights: {type(e).__name__}: {_reason(e)}",
             now="nothing in it was run and nothing was loaded",
             todo="convert it where it was made: torch.save(model.state_dict(), …), or safetensors",
         ) from e
+
+
+def _reason(error: Exception) -> str:
+    """What torch found, without its advice to run the file."""
+    said = [line.strip() for line in str(error).rpartition("WeightsUnpickler error:")[2].splitlines()]
+    return next((line for line in said if line), "")[:500]
 
 
 def _keys(found: Any) -> str:

@@ -55,6 +55,10 @@ def test_a_pt_file_of_the_old_format_and_without_the_key(tmp_path):
             pass
     with pytest.raises(errors.NotFound), TorchFileWeights(tmp_path / "none.pt"):
         pass
+    (tmp_path / "script.pt").write_text("import sys\n")
+    with pytest.raises(errors.Damaged, match="cannot be read as plain weights: ") as e, TorchFileWeights(tmp_path / "script.pt"):
+        pass
+    assert "weights_only" not in str(e.value), "torch's advice to run the file is not handed on"
 
 
 @pytest.mark.covers("F74", "I10", "B15")
