@@ -89,7 +89,7 @@ def restore(
             problems += part.problems
             parts.append(part)
         raise_all(problems)
-        report.bytes = _fill(index, parts, threads)
+        report.bytes = _fill(index, parts, threads, placed or {})
     for part in parts:
         for load in part.loads:
             load()
@@ -146,13 +146,19 @@ def _plan_tree(part: Part, state: State, source: str, leaves: Mapping[str, Any],
     part.loads.append(lambda: give(state, value))
 
 
-def _fill(index: Index, parts: Sequence[Part], threads: int) -> int:
+def _fill(index: Index, parts: Sequence[Part], threads: int, placed: Mapping[str, int]) -> int:
     with torch.no_grad():
-        done = read_all(index, [sink for part in parts for sink in part.sinks], threads)
+        done = read_all(index, [sink for part in parts for sink in part.sinks if not _there(sink, placed)], threads)
         for part in parts:
             for final in part.finals:
                 final()
     return done
+
+
+def _there(sink: Sink, placed: Mapping[str, int]) -> bool:
+    """Whether the bytes of a sink are where it wants them."""
+    at = placed.get(sink.stored.name)
+    return at is not None and not sink.typed and local_of(sink.tensor).data_ptr() == at
 
 
 def _left_alone(part: Part) -> Part:

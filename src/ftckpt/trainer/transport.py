@@ -10,6 +10,8 @@ from torchft.checkpointing import CheckpointTransport
 from ftckpt.errors import FtckptError, HealFailed, HealRefused
 from ftckpt.trainer.replicas.base import Carrier, State
 
+UNCHANGED = "the live state is unchanged"
+
 Guard = Callable[[State, int], None]
 """Raises HealRefused (or Damaged) when the state offered for a step must not be taken."""
 
@@ -21,10 +23,13 @@ class FtTransport(CheckpointTransport[State]):  # type: ignore[misc]  # torchft 
         carrier: moves the bytes.
         guard: judges each state that is offered, before its bulk is moved.
         on_error: told of a state that could not be published (text); the step itself goes on.
+        standing: what is true of the live state after a failed heal, in words.
     """
 
-    def __init__(self, carrier: Carrier, guard: Guard, on_error: Callable[[str], None]) -> None:
-        self._carrier, self._guard, self._on_error = carrier, guard, on_error
+    def __init__(
+        self, carrier: Carrier, guard: Guard, on_error: Callable[[str], None], standing: Callable[[], str] = lambda: UNCHANGED
+    ) -> None:
+        self._carrier, self._guard, self._on_error, self._standing = carrier, guard, on_error, standing
 
     def metadata(self) -> str:
         """Where peers ask; short."""
@@ -54,7 +59,7 @@ class FtTransport(CheckpointTransport[State]):  # type: ignore[misc]  # torchft 
             kind = HealRefused if isinstance(e, HealRefused) else HealFailed
             raise kind(
                 f"no peer gave a usable state of step {step} (assigned was rank {src_rank}): {e.what}",
-                now="the live state is unchanged",
+                now=self._standing(),
                 todo="nothing yet: it is tried again in the next step",
             ) from e
 

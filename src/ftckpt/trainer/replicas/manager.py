@@ -25,9 +25,11 @@ from ftckpt.trainer.replicas.bounds import Limits, ending
 from ftckpt.trainer.replicas.edge import Client, bound_to
 from ftckpt.trainer.replicas.member import Member
 from ftckpt.trainer.replicas.vector import StepVector
-from ftckpt.trainer.transport import FtTransport
+from ftckpt.trainer.transport import UNCHANGED, FtTransport
 
 log = logging.getLogger("ftckpt.replica")
+
+SPENT = "the live state counts for nothing: it was given up, or partly overwritten"
 
 PG_ERRORS = (RuntimeError, ValueError, AssertionError, AttributeError, OSError)
 """What a process group raises when it, or a peer, is gone (torch's own errors are RuntimeErrors)."""
@@ -83,7 +85,7 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         self._quorum_thread: int | None = None
         self._quorum_error: Exception | None = None
         self._abort_lock = threading.Lock()
-        transport = FtTransport(carrier, self._admit, self.standing.tell)
+        transport = FtTransport(carrier, self._admit, self.standing.tell, lambda: SPENT if self.standing.offered.blank else UNCHANGED)
         with bound_to(bind):
             super().__init__(
                 load_state_dict=None,
