@@ -135,6 +135,8 @@ def _digests_fault(boxes: tuple[str, ...], count: int) -> str | None:
 
 
 def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    if chunk.sizes == shape and not any(chunk.offsets):  # the whole
+        return len(chunk.offsets) == len(shape) and min(shape, default=0) >= 0
     return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
         o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
     )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from ftckpt.format.plan import Spec, plan_image
 from ftckpt.trainer.collect import Static, collect_dynamic, collect_static, signature
 from ftckpt.trainer.copying import Copies
 from ftckpt.trainer.frozen import Copied, Frozen, Goal, held_apart
+from ftckpt.trainer.garbage import without_gc
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.image_plan import Batch, Plan, image_views, place
 from ftckpt.trainer.layout import Box, Held, Ownership, Source, dtype_name, exchange, held
@@ -65,7 +64,7 @@ class Capturer:
             DeadlineExceeded: another rank did not announce its names (first plan, and when the structure changed).
             Mismatch: ranks mean different things by one name.
         """
-        with torch.no_grad(), _without_gc():
+        with torch.no_grad(), without_gc():
             states = self._registry.of_scope("shared")
             fresh = (
                 self._static is None
@@ -82,12 +81,12 @@ class Capturer:
                 self._trees = self._asked = None  # there is no plan for these yet
                 self._known = {}
                 for source in static.sources:
-                    self._known.setdefault(memory_key(source.tensor), source.name)
+                    self._known.setdefault(static.memory[source.name], source.name)
             news = self._ask(static)
             other = news.signature is not None and news.signature != self._asked
             if self._plan is None or self._asked is None or other or news.infos != self._plan.states:
                 trees, self._trees = self._trees, None  # they are of this plan, if there is one
-                self._plan = self._build([*static.sources, *news.sources], news.infos)
+                self._plan = self._build([*static.sources, *news.sources], news.infos, static.memory)
                 self._trees = trees
                 self._asked = signature(news.sources, self._known) if news.signature is None else news.signature
                 self._pool = []
@@ -194,7 +193,7 @@ class Capturer:
     def _mine(self, claim: str) -> bool:
         return self._ownership is None or self._ownership.mine(claim)
 
-    def _build(self, sources: Sequence[Source], infos: dict[str, StateInfo]) -> Plan:
+    def _build(self, sources: Sequence[Source], infos: dict[str, StateInfo], known: Mapping[str, object]) -> Plan:
         specs: list[Spec] = []
         aliases: dict[str, str] = {}
         kept: list[tuple[Source, Box]] = []
@@ -210,7 +209,7 @@ class Capturer:
             boxes = part.boxes or self._empty(part)
             if not boxes:
                 continue
-            memory = memory_key(source.tensor)
+            memory = known[source.name] if source.name in known else memory_key(source.tensor)
             if memory in stored and not self._apart(source.name):
                 aliases[source.name] = stored[memory]
                 continue
@@ -288,18 +287,6 @@ class _News(NamedTuple):
     infos: dict[str, StateInfo]
     signature: list[tuple[object, ...]] | None
     moved: bool
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Planning makes many small objects and no cyclic garbage; collections in between would take most of its time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _changed(now: list[tuple[object, ...]], before: list[tuple[object, ...]]) -> str:

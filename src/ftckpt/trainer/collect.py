@@ -52,6 +52,7 @@ class Static(NamedTuple):
     infos: dict[str, StateInfo]
     asked: list[State]  # modules with values that only ``state_dict`` gives
     loose: list[LooseValue]
+    memory: dict[str, object]  # ``memory_key`` by name
     groups: dict[str, tuple[str, list[list[str]]]]  # optimizer -> digest of its groups' names, names by group
 
 
@@ -81,7 +82,7 @@ def collect_static(states: tuple[State, ...]) -> Static:
         ConfigError: two parts claim one name.
         Unstorable: an optimizer has state for a parameter that is not in its groups.
     """
-    found = Static(states, [], {}, {}, [], [], {})
+    found = Static(states, [], {}, {}, [], [], {}, {})
     shared: dict[object, list[str]] = {}
     for state in states:
         if state.kind == "module":
@@ -105,10 +106,11 @@ def _add_module(found: Static, state: State, shared: dict[object, list[str]]) ->
         check_storable(tensor, name)
         if live.role != "computed":
             found.sources.append(Source(name, tensor, live.role == "buffer" or tensor.is_conj() or tensor.is_neg(), name))
+            found.memory[name] = memory_key(tensor)
         if not isinstance(tensor, DTensor):
             found.claims[name] = Claim(f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", (name,), live.role != "param")
             if live.role != "computed":
-                shared.setdefault(memory_key(tensor), []).append(name)
+                shared.setdefault(found.memory[name], []).append(name)
     for key in scan.extras:
         found.claims[f"{state.name}/{key}"] = Claim("value", (f"{state.name}/{key}",), True)
     if scan.extras or any(live.role == "computed" for live in scan.tensors.values()):
@@ -128,8 +130,10 @@ def _add_optimizer(found: Static, state: State, names: dict[int, tuple[str, str]
         held = state.parts[parameter.part].state.get(parameter.tensor, {})
         for key, value in held.items():
             if isinstance(value, torch.Tensor):
-                check_storable(value, f"{claim}/{path_name((key,))}")
-                found.sources.append(Source(f"{claim}/{path_name((key,))}", value, False, claim))
+                name = f"{claim}/{path_name((key,))}"
+                check_storable(value, name)
+                found.sources.append(Source(name, value, False, claim))
+                found.memory[name] = memory_key(value)
             else:
                 found.loose.append(LooseValue(state.name, parameter.fqn, key, claim, held))
     for part in state.parts:

@@ -92,7 +92,7 @@ def _resolved(tensor: torch.Tensor) -> bool:
 
 def box_source(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """What to copy for a box: integers of the same size, in row-major order of what the tensor shows."""
-    local = local_of(tensor)
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     return as_integers(box_view(local, box))
