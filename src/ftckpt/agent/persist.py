@@ -6,6 +6,7 @@ The shard becomes visible only when the small files are durable; a group of one 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,9 @@ from ftckpt.ports import BlobStore
 
 logger = logging.getLogger("ftckpt.agent")
 
+_PATIENCE = 2.0  # times the fastest write so far; then it is hurried, and takes less than three times as long
+_SHORTEST_S = 0.05
+
 _Stored = tuple[ShardInfo, tuple[Referred, ...], Entry | None]  # a shard, what it refers to, and via which record
 
 
@@ -49,6 +53,7 @@ class Persist:
         self._reuse = reuse
         self.share = SessionShare()
         self.niced = Niced(self.share)
+        self._best: float | None = None  # seconds per byte of the fastest write so far
 
     def __call__(self, item: tuple[Job, memoryview]) -> None:
         job, image = item
@@ -73,8 +78,10 @@ class Persist:
         config, save = job.config, job.save
         found: list[_Stored] = []
         work = partial(self._write_less if config.reuse else self._write_all, job, image, small, found)
-        self.niced.run(0 if self._queued() else config.nice, work, small.write)
+        began = time.monotonic()
+        self.niced.run(0 if self._queued() else config.nice, work, small.write, patience_s=self._patience(image.nbytes))
         info, refers, base = found[0]
+        self._learn(time.monotonic() - began, info.bytes)
         receipt = Receipt(rank=config.rank, shard=info, leaves=msgspec.Raw(save.leaves or b"{}"))
         if base is not None:
             receipt = msgspec.structs.replace(receipt, refers=refers, via=(base.index,), log=base.log)
@@ -83,6 +90,14 @@ class Persist:
                 f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored"
             )
         return receipt
+
+    def _patience(self, size: int) -> float | None:
+        """Seconds that a write may give way for; None while nobody knows how long one takes."""
+        return None if self._best is None else max(_SHORTEST_S, _PATIENCE * self._best * size)
+
+    def _learn(self, seconds: float, size: int) -> None:
+        if size:
+            self._best = min(self._best or math.inf, seconds / size)
 
     def _write_all(self, job: Job, image: memoryview, small: SmallFiles, found: list[_Stored]) -> None:
         _, info = self._shard(job, job.table, image, small)

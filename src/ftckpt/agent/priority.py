@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from ftckpt.link.priority import set_priority
@@ -50,10 +51,13 @@ class Niced:
         self._tid = self._nice = 0
         self._share = share
 
-    def run(self, nice: int, work: Callable[[], None], meanwhile: Callable[[], None] | None = None) -> None:
+    def run(
+        self, nice: int, work: Callable[[], None], meanwhile: Callable[[], None] | None = None, *, patience_s: float | None = None
+    ) -> None:
         """Run ``work`` with ``nice`` on a fresh thread, wait for it, and raise what it raised.
 
         Args:
+            patience_s: seconds until it is hurried; None: it is left alone.
             meanwhile: done by the calling thread in the meantime; what it raises is raised, once ``work`` has ended.
         """
         raised: list[BaseException] = []
@@ -71,11 +75,15 @@ class Niced:
         thread = threading.Thread(target=body, name=f"{threading.current_thread().name}-work", daemon=True)
         if self._share is not None:
             self._share.set(nice)
+        began = time.monotonic()
         thread.start()
         try:
             if meanwhile is not None:
                 meanwhile()
         finally:
+            if patience_s is not None:
+                thread.join(max(0.0, patience_s - (time.monotonic() - began)))
+                self.hurry()
             thread.join()
             if self._share is not None:
                 self._share.set(0)

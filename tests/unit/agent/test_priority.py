@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,3 +43,20 @@ def test_work_and_its_helpers_give_way_to_training_until_it_is_hurried() -> None
     niced.run(7, work)
     assert seen == {"slow": [(7, os.SCHED_BATCH)] * 2, "fast": [(0, os.SCHED_OTHER)] * 2}
     assert how(threading.get_native_id()) == before
+
+
+@pytest.mark.covers("I11")
+@pytest.mark.skipif(os.geteuid() != 0, reason="who may not raise a priority leaves it low")
+def test_work_that_gives_way_for_too_long_is_hurried() -> None:
+    seen = []
+
+    def work() -> None:
+        end = time.monotonic() + 10.0
+        while not seen or (how(threading.get_native_id()) == seen[0] and time.monotonic() < end):
+            seen.append(how(threading.get_native_id()))
+            time.sleep(0.01)
+        seen.append(how(threading.get_native_id()))
+
+    Niced().run(7, work, patience_s=0.05)
+    assert seen[0] == (7, os.SCHED_BATCH)
+    assert seen[-1] == (0, os.SCHED_OTHER)

@@ -222,6 +222,7 @@ def _space(**names: object) -> types.SimpleNamespace:
 THREADING = _space(
     Thread=Thread, Lock=Lock, RLock=Lock, Condition=Condition, Event=Event, current_thread=_current, get_ident=lambda: 1,
     get_native_id=lambda: 1,
+    enumerate=list,  # no helper has a priority here
 )  # fmt: skip
 TIME = _space(
     monotonic=lambda: sched().now, time=lambda: EPOCH + sched().now, sleep=_sleep, time_ns=lambda: int((EPOCH + sched().now) * 1e9),
