@@ -299,7 +299,7 @@ class Job:
             "FTCKPT_RUNTIME_DIR": str(self.plan.folder / "run" / name),
             "FTCKPT_DEADLINES_LINGER_S": "8",
             "FTCKPT_DEADLINES_STEP_S": "20",
-            "FTCKPT_DEADLINES_QUORUM_S": "90",
+            "FTCKPT_DEADLINES_QUORUM_S": "140",
             "FTCKPT_DEADLINES_AGENT_START_S": "60",
         }
         if self.network is not None:
