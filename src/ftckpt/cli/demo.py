@@ -33,6 +33,8 @@ def demo(
 
     script = _script()
     where = Path(tempfile.mkdtemp(prefix="ftckpt-demo-")) if folder is None else folder
+    if where.exists() and not where.is_dir():
+        raise ConfigError(f"{where} is not a directory", now="nothing was started", todo="name another --folder")
     (where / "root").mkdir(parents=True, exist_ok=True)
     if any((where / "root").iterdir()):
         raise ConfigError(f"{where} has an earlier demo", now="nothing was started", todo="name another --folder")

@@ -113,6 +113,12 @@ def test_the_jobs_name_may_come_from_the_settings(
     assert ftckpt("show", "--json").json["location"] == job.entries[-1].location
 
 
+def test_a_demo_folder_that_is_a_file_is_refused(ftckpt: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = ftckpt("demo", "--folder", str(tmp_path / "file"))
+    assert (done.status, "is not a directory" in done.err) == (2, True)
+
+
 def test_numbers_go_with_their_nouns(ftckpt: Any, job: World) -> None:
     (job.root / JOB / "commit-log.sqlite3").unlink()
     assert "disagree in 1 point\n" in ftckpt("log", "check", JOB).err
