@@ -24,6 +24,7 @@ SLOW = [
     UNIT / "sim",
     UNIT / "model" / "test_group_model.py",
     UNIT / "trainer_state" / "test_sharded.py",
+    UNIT / "trainer_state" / "test_changes_between_saves.py",
     UNIT / "trainer_state" / "test_costs.py",
     UNIT / "trainer_state" / "test_real_path.py",
 ]
