@@ -148,12 +148,15 @@ def test_a_live_state_is_overwritten_by_a_heal_only_where_it_was_given_up_or_the
     assert not bench.member.offered.blank
     bench.tail = tail_of(0, 2)
     bench.member.begin()
+    assert not bench.member.spend()  # an agent's memory had more than the log has yet
+    bench.tail = tail_of(0, 3)
+    bench.member.begin()
     assert bench.member.spend()
     assert bench.member.offered.blank  # what peers would be given
     voted = Bench(step=3)
     assert voted.step(3)[0]
     voted.makes()
-    voted.tail = tail_of(0, 2)
+    voted.tail = tail_of(0, 9)
     voted.member.begin()
     assert not voted.member.spend()  # it has made a step since
     voted.member.give_up()
@@ -164,7 +167,7 @@ def test_a_live_state_is_overwritten_by_a_heal_only_where_it_was_given_up_or_the
 @pytest.mark.parametrize("healing", [True, False])
 def test_a_state_that_a_heal_began_to_overwrite_votes_for_nothing_and_is_given_up(healing: bool) -> None:
     bench = Bench(step=3)
-    bench.tail = tail_of(0, 2)
+    bench.tail = tail_of(0, 3)
     bench.member.begin()
     bench.member.spend()
     bench.member.begin()  # the step in which it happened may have been left without a vote
@@ -179,7 +182,7 @@ def test_a_state_that_a_heal_began_to_overwrite_votes_for_nothing_and_is_given_u
 def test_an_applied_heal_or_a_loaded_tail_is_a_state_again() -> None:
     for how in ("applied", "loaded"):
         bench = Bench(step=3)
-        bench.tail = tail_of(0, 2)
+        bench.tail = tail_of(0, 3)
         at = bench.member.position
         bench.member.begin()
         bench.member.spend()

@@ -130,7 +130,7 @@ class Member:
         tail has as much. From then on it stands for nothing until a heal was applied or the tail loaded."""
         tail, readable = self.tail()
         if not self.position.blank:
-            if not self._first or tail is None or not readable:
+            if not self._first or not readable or tail is None or tail.step < self.position.trajectory.step:
                 return False
             self._spent = True
         return True
