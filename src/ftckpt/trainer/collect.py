@@ -34,13 +34,14 @@ from ftckpt.trainer.trees import Trees
 
 
 class LooseValue(NamedTuple):
-    """A value in an optimizer's state that is no tensor."""
+    """A value in an optimizer's state that is no tensor, and where it is found: ``load_state_dict`` puts others there."""
 
     state: str
     fqn: str
     key: object
     claim: str
-    holder: dict[object, Any]
+    optimizer: torch.optim.Optimizer
+    parameter: torch.Tensor
 
 
 class Static(NamedTuple):
@@ -127,15 +128,16 @@ def _add_optimizer(found: Static, state: State, names: dict[int, tuple[str, str]
         groups[parameter.group].append(parameter.fqn)
         claim = f"{state.name}/state/{path_name((parameter.fqn,))}"
         found.claims[claim] = Claim(f"state of {tuple(parameter.tensor.shape)}", (claim,))
-        held = state.parts[parameter.part].state.get(parameter.tensor, {})
+        optimizer = state.parts[parameter.part]
+        held = optimizer.state.get(parameter.tensor, {})
         for key, value in held.items():
             if isinstance(value, torch.Tensor):
                 name = f"{claim}/{path_name((key,))}"
                 check_storable(value, name)
-                found.sources.append(Source(name, value, False, claim))
+                found.sources.append(Source(name, value, value.is_conj() or value.is_neg(), claim))
                 found.memory[name] = memory_key(value)
             else:
-                found.loose.append(LooseValue(state.name, parameter.fqn, key, claim, held))
+                found.loose.append(LooseValue(state.name, parameter.fqn, key, claim, optimizer, parameter.tensor))
     for part in state.parts:
         strays = [key for key in loose_state(part) if isinstance(key, torch.Tensor)]
         if strays:
@@ -175,7 +177,8 @@ def collect_dynamic(static: Static, mine: Callable[[str], bool], trees: Trees) -
                 found.leaves[state.name] = doc
             found.infos[state.name] = StateInfo(kind="tree", empty=value is None or (isinstance(value, dict) and not value))
     for loose in static.loose:
-        doc = found.encode(loose.holder[loose.key], state_key(loose.state, loose.fqn, loose.key), loose.claim)
+        value = loose.optimizer.state[loose.parameter][loose.key]
+        doc = found.encode(value, state_key(loose.state, loose.fqn, loose.key), loose.claim)
         if mine(loose.claim):
             by_key = found.leaves.setdefault(loose.state, {}).setdefault("state", {}).setdefault(loose.fqn, {})
             by_key[str(path_name((loose.key,)))] = doc
@@ -227,5 +230,6 @@ def signature(sources: Sequence[Source], known: Mapping[object, str]) -> list[tu
     found: list[tuple[object, ...]] = []
     for name, tensor, _, _ in sources:
         memory = first.setdefault(memory_key(tensor), name)
-        found.append((name, tensor.dtype, tuple(tensor.shape), memory, type(tensor) is DTensor, tensor.device))
+        placed = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+        found.append((name, tensor.dtype, tuple(tensor.shape), memory, placed, tensor.device))
     return found

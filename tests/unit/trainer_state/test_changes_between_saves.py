@@ -6,10 +6,14 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from state_tools import image_of, registry, same, take
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ftckpt.errors import Unstorable
 from ftckpt.format.leaves import decode_leaves
@@ -182,3 +186,60 @@ def test_what_did_not_change_is_not_encoded_again(monkeypatch):
     assert calls == [70]
     assert second[0] is first[0]
     assert b"70" in second[1]
+
+
+class Counted(torch.optim.Optimizer):
+    """Counts steps in a plain number, as many optimizers do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["n"] = state.get("n", 0) + 1
+                state.setdefault("m", torch.zeros_like(parameter)).add_(1)
+
+
+@pytest.mark.covers("I5")
+def test_numbers_of_an_optimizer_that_was_given_a_state_of_its_own_are_those_that_it_has_now():
+    model = nn.Linear(2, 2)
+    optimizer = Counted(model.parameters())
+    optimizer.step()
+    capturer = Capturer(registry(model=model, optimizer=optimizer), Group())
+    take(capturer)
+    optimizer.load_state_dict(optimizer.state_dict())  # the tensors stay, in dicts made anew
+    optimizer.step()
+    state = decode_leaves(take(capturer)[1], "leaves")["optimizer"]["state"]
+    assert state == {"weight": {"n": 2}, "bias": {"n": 2}}
+
+
+@pytest.mark.covers("I5")
+def test_conjugated_state_of_an_optimizer_has_the_values_of_its_save():
+    parameter, moment = nn.Parameter(torch.zeros(2, dtype=torch.complex64)), torch.full((2,), 1 + 1j, dtype=torch.complex64)
+    optimizer = Counted([parameter])
+    optimizer.state[parameter]["m"] = moment.conj()
+    capturer = Capturer(registry(optimizer=optimizer), Group())
+    take(capturer)
+    moment.mul_(5)
+    plan, _, memory = take(capturer)
+    chunk = next(e for e in plan.table.tensors if e.name.endswith("/m")).chunks[0]
+    assert torch.frombuffer(memory[chunk.begin : chunk.end], dtype=torch.complex64).tolist() == [5 - 5j, 5 - 5j]
+
+
+@pytest.mark.covers("I5", "F53")
+def test_a_sharded_tensor_in_a_tree_that_is_laid_out_anew_is_planned_anew():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(8.0).view(4, 2)
+        tree = {"w": DTensor.from_local(whole[2:].clone(), mesh, [Shard(0)], run_check=False)}
+        capturer = Capturer(registry(tree=tree), Group())
+        assert [c.offsets for e in take(capturer)[0].table.tensors for c in e.chunks] == [(2, 0)]
+        tree["w"] = DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
+        plan, _, memory = take(capturer)
+        assert [(c.offsets, c.sizes) for e in plan.table.tensors for c in e.chunks] == [((0, 0), (4, 2))]
+        assert torch.equal(torch.frombuffer(memory[:32], dtype=torch.float32).view(4, 2), whole)
+    finally:
+        dist.destroy_process_group()
