@@ -22,6 +22,7 @@ __all__ = [
     "Verdict",
     "parse_keep",
     "plan",
+    "still_withdrawn",
 ]
 
 SPARE = 2  # sound generations that a policy without ``last`` leaves at least: the newest, and one besides it
@@ -135,3 +136,16 @@ def _held(index: int, tail: int, base: int, pins: Collection[int], readers: Coll
     if index in pins:
         return "pinned"
     return "being read" if index in readers else ""
+
+
+def still_withdrawn(following: Entry | None, log: str, index: int) -> bool:
+    """Whether a log shows that a record which was withdrawn from it is still out of it, so that its directory may go.
+
+    A log that was brought back from a backup lists the record again, or ends before it; a rebuilt one may have taken the directory in.
+
+    Args:
+        following: the first entry from ``index`` on, as the log is now; None if there is none.
+        log: uuid of the log that it was withdrawn from.
+        index: of the record.
+    """
+    return following is not None and following.log == log and following.index > index

@@ -15,6 +15,7 @@ import msgspec
 from ftckpt.domain.keep import Keep
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
+from ftckpt.domain.retention import still_withdrawn
 from ftckpt.errors import ConfigError, FtckptError, LogAmbiguous, LogError, NotFound, TailMoved
 from ftckpt.flows.gc_plan import GcPlan, Sound, make_plan
 from ftckpt.flows.leftovers import DOOMED, Mark
@@ -97,6 +98,7 @@ def collect(
 
 _MOVED = "the log went on meanwhile"
 _TOLD = "it was told to stop"
+_NEXT = "what is withdrawn and still there goes with the next clean-up"
 
 
 class _Work:
@@ -117,7 +119,8 @@ class _Work:
         for left in self._at.rubbish:
             if not self._going():
                 return _TOLD
-            self._remove(left.path, left.index)
+            if stopped := self._remove(left.path, left.index):
+                return stopped
         out: list[Entry] = []
         stopped = self._withdraw_all(out)
         return self._remove_all(out) or stopped
@@ -132,7 +135,7 @@ class _Work:
             except TailMoved:
                 return _MOVED
             except LogError as e:
-                return f"{e.what}; what is withdrawn and still there goes with the next clean-up"
+                return f"{e.what}; {_NEXT}"
             except ConfigError as e:  # pinned since the plan was made
                 self.failed[self._path(entry)] = e.what
                 continue
@@ -149,7 +152,7 @@ class _Work:
         try:
             referred = {**dict(self._at.held), **referrers([*self._log.entries(), *busy])}
         except LogError as e:
-            return f"{e.what}; what is withdrawn and still there goes with the next clean-up"
+            return f"{e.what}; {_NEXT}"
         paths = [(self._path(entry), entry.index) for entry in quiet]
         paths += [(left.path, left.index) for left in self._at.leftovers if left.shared]  # maybe nobody refers to it any more
         for path, index in paths:
@@ -157,8 +160,8 @@ class _Work:
                 return _TOLD
             if (why := referred.get(path.rpartition("/")[2])) is not None:
                 self.shared[path] = why
-            else:
-                self._remove(path, index)
+            elif stopped := self._remove(path, index):
+                return stopped
         return ""
 
     def _path(self, entry: Entry) -> str:
@@ -198,7 +201,10 @@ class _Work:
                 return False
             time.sleep(_POLL_S)
 
-    def _remove(self, path: str, index: int) -> None:
+    def _remove(self, path: str, index: int) -> str:
+        """Remove one directory, unless the log says by now that it stays; why nothing more may be removed, or empty."""
+        if index >= 0 and (stopped := self._back(index)):
+            return stopped
         try:
             self._store.remove_tree(path)
         except FtckptError as e:
@@ -207,6 +213,17 @@ class _Work:
             self.removed.append(path)
             self._forget(index)
         self._progress(path)
+        return ""
+
+    def _back(self, index: int) -> str:
+        """Why a record may not be withdrawn any more: since then we may have stood still while the log came back from a backup, or was rebuilt."""
+        try:
+            found = self._log.entries(after=index - 1, limit=1)
+        except FtckptError as e:
+            return f"{e.what}; {_NEXT}"
+        if still_withdrawn(found[0] if found else None, self._at.log, index):
+            return ""
+        return f"record #{index} was withdrawn, and is not any more: the log went back or was replaced meanwhile; nothing more was removed"
 
     def _forget(self, index: int) -> None:
         if index >= 0:

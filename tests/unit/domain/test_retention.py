@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.lineage import lineage
-from ftckpt.domain.retention import KeepLast, plan
+from ftckpt.domain.retention import KeepLast, plan, still_withdrawn
 from ftckpt.errors import ConfigError
 
 
@@ -54,6 +54,24 @@ def test_golden_plans(
 ) -> None:
     made = plan(KeepLast(keep), log_of(shape), pins=pins, readers=readers, unsound=unsound)
     assert made.doomed == deleted
+
+
+@pytest.mark.covers("I7", "I1")
+@pytest.mark.parametrize(
+    ("shape", "log", "out"),
+    [
+        ("g1 - g3", "u", True),
+        ("g1 - g3 g4", "u", True),
+        ("g1 - - o0", "u", True),
+        ("g1 g2 g3", "u", False),  # brought back from a backup: listed again
+        ("g1", "u", False),  # from one before it was written
+        ("", "u", False),
+        ("g1 - g3", "another", False),  # replaced: it may have taken the directory in
+    ],
+)
+def test_a_record_is_out_of_the_log_only_where_the_same_log_goes_on_without_it(shape: str, log: str, out: bool) -> None:
+    following = next((e for e in log_of(shape) if e.index >= 1), None)
+    assert still_withdrawn(following, log, 1) is out
 
 
 @pytest.mark.covers("F13", "A20")

@@ -424,6 +424,31 @@ def test_a_plan_is_not_carried_out_on_a_log_that_took_the_place_of_its_own(tmp_p
         assert (report.withdrawn, report.removed, steps(w)) == ((), (), [5, 10])
 
 
+@pytest.mark.covers("I7", "I1")
+@pytest.mark.parametrize("how", ["a backup", "a rebuild"])
+@pytest.mark.parametrize("failed_before", [False, True])
+def test_a_directory_whose_record_came_back_stays(how: str, failed_before: bool, tmp_path: Path) -> None:
+    """The clean-up stood still between record and directory, and the log is another one when it goes on (simulation, seed 81921)."""
+    with world(tmp_path / "root", 5, 10, 15) as w:
+        log = MemoryLog(JOB)
+        remark(w.store, JOB, log=log.url, uuid=log.adopt(w.log.entries()))
+        before, entries, there = dict(log.store._values), log.entries(), directories(w)
+
+        def withdrawn() -> bool:
+            if len(log.entries()) == 2:
+                if how == "a backup":
+                    log.store._values = dict(before)
+                else:
+                    remark(w.store, JOB, log=log.url, uuid=log.adopt(entries))
+            return True
+
+        if failed_before:
+            assert collect(log, FaultyStore(w.store, Fault(op="remove_tree", times=0)), JOB, KeepLast(2), drain_s=0.1).failed
+        report = collect(log, w.store, JOB, KeepLast(2), drain_s=0.1, going=withdrawn)
+        assert (report.removed, [e.step for e in log.entries()], directories(w)) == ((), [5, 10, 15], there)
+        assert "#0 was withdrawn, and is not any more" in report.stopped
+
+
 @pytest.mark.covers("I8", "I7")
 def test_a_log_that_went_back_deletes_nothing(tmp_path: Path) -> None:
     with world(tmp_path / "root", 5, 10, 15) as w:
