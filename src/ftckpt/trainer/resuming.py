@@ -95,6 +95,7 @@ class Resumer:
         self._loader, self._replica, self._fence, self._writes = loader, replica, fence and writes, writes
         self._options, self._load_s = LoadOptions(), load_s
         self._agreeing = Agreeing(group)
+        self._behind = False  # what is newer than the last choice is only unreadable for now: it may be healed from, nothing else
 
     def look(self, request: Request, *, adopt: bool = False) -> Choice:
         """What ``resume`` would take now, alike on all ranks of the group. Loads nothing.
@@ -185,11 +186,14 @@ class Resumer:
                 known = dict(faults)
                 try:
                     return Word(choice=choose(self._log, self._store, self._job, request, findings=known, adopt=adopt))
-                except StoreError:
+                except StoreError as unread:
                     if self._fence or not isinstance(request, Newest) or not self._live_elsewhere():
                         raise
-                    choice = choose(self._log, self._store, self._job, request, findings=known, adopt=adopt, pass_unread=True)
-                    return Word(choice=choice)  # those who live have the newest: it is healed from them
+                    try:
+                        choice = choose(self._log, self._store, self._job, request, findings=known, adopt=adopt, pass_unread=True)
+                    except NothingLoadable:  # and that is no reason to begin at zero
+                        raise unread from None
+                    return Word(choice=choice, yes=bool(choice.rejected))  # those who live have the newest: it is healed from them
                 except NothingLoadable:
                     if not isinstance(request, Newest) or not self._first_is_coming():
                         raise
@@ -202,6 +206,7 @@ class Resumer:
         word = self._agreeing.agree("choice", make)
         if word.choice is None:
             raise NothingLoadable("rank 0 chose nothing")
+        self._behind = word.yes
         return word.choice
 
     def _first_is_coming(self) -> bool:
@@ -240,7 +245,14 @@ class Resumer:
 
     def _settled(self, choice: Choice, loaded: Loaded, opening: str, began: float) -> ResumeReport:
         base = choice.entry.index if choice.entry is not None else -1
-        if choice.opens and choice.rejected and not self._fence and self._others_go_on():
+        heals = not self._fence and bool(choice.rejected) and (choice.opens or self._behind) and self._others_go_on()
+        if self._behind and not heals:
+            raise StoreError(
+                f"{'; '.join(map(str, choice.rejected))}; and the replicas whose state was to be taken instead have gone",
+                now="states may be half loaded: do not train; nothing was appended",
+                todo="see that it can be read (permissions, mount, server), and start again",
+            )
+        if choice.opens and heals:
             trajectory = loaded.manifest.trajectory  # behind the tail: it heals from those who have it, and nobody is fenced
         elif choice.opens:
             trajectory = self._open(loaded.manifest.trajectory, base, choice.tail, opening)

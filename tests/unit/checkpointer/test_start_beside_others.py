@@ -15,9 +15,11 @@ import pytest
 from ftckpt.commitlog.memory import MemoryLog, MemoryStore
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.sources import Newest
-from ftckpt.errors import Damaged, NothingLoadable, TailMoved
+from ftckpt.errors import Damaged, NothingLoadable, StoreError, TailMoved
+from ftckpt.format.manifest import MANIFEST
 from ftckpt.ports import ReplicaInfo
 from ftckpt.stores.local import LocalStore
+from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.testing.generations import append, walk, write_generation
 from ftckpt.trainer import resuming
 from ftckpt.trainer.group import Group
@@ -42,13 +44,14 @@ class Loads:
 
     replica, incarnation = "late", "i"
 
-    def __init__(self, damaged: str) -> None:
-        self.damaged = damaged
+    def __init__(self, damaged: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.damaged, self.meanwhile = damaged, meanwhile
         self.adopted: Any = None
 
     def load(self, location: str, entry: Any, replica: Any, options: Any) -> Any:
         if location == self.damaged:
             raise Damaged(f"{location} is rotten")
+        self.meanwhile()
         manifest = SimpleNamespace(trajectory=walk("job", entry.step), counts={}, samples=0, batches_committed=0)
         return SimpleNamespace(manifest=manifest, report=RestoreReport(), seconds=0.0, warnings=())
 
@@ -74,6 +77,40 @@ def test_a_rotten_newest_generation_fences_nobody_while_peers_have_its_state(tmp
     assert tail is not None
     assert tail.kind == ("generation" if others else "open")
     assert both.adopted.h == (walk("job", 5).h if others else tail.trajectory)
+
+
+@pytest.mark.covers("F25", "I2", "I8")
+@pytest.mark.parametrize("stay", [True, False], ids=["peers stay", "peers die meanwhile"])
+def test_a_newest_generation_that_cannot_be_read_now_is_never_left_behind_for_good(
+    tmp_path: Path, stay: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftckpt.flows.select.UNREAD_PAUSES_S", ())
+    store, log = LocalStore(tmp_path), MemoryLog("job", MemoryStore())
+    write_generation(store, log, "job", 5, STATE)
+    newest = write_generation(store, log, "job", 10, STATE)
+    log.announce(replica_line("early"), ttl=60.0)
+    failing: Any = FaultyStore(store, Fault(op="*", path=f"job/generations/{newest.location}/{MANIFEST}", times=0))
+    both: Any = Loads("", (lambda: None) if stay else lambda: log.retire("early", "i"))
+    starting = Resumer(failing, log, "job", Group().open(), both, both, fence=False)
+    if stay:
+        assert starting.resume(Newest(), LoadOptions()).step == 5
+        assert both.adopted.h == walk("job", 5).h
+    else:
+        with pytest.raises(StoreError, match=r"cannot be read|have gone"):
+            starting.resume(Newest(), LoadOptions())
+    assert log.tail() == newest  # nobody was fenced, and nothing was passed over for good
+
+
+@pytest.mark.covers("F25", "I8")
+def test_where_nothing_can_be_read_now_nobody_is_told_to_begin_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.flows.select.UNREAD_PAUSES_S", ())
+    store, log = LocalStore(tmp_path), MemoryLog("job", MemoryStore())
+    only = write_generation(store, log, "job", 5, STATE)
+    log.announce(replica_line("early"), ttl=60.0)
+    failing: Any = FaultyStore(store, Fault(op="*", path=f"job/generations/{only.location}/{MANIFEST}", times=0))
+    both: Any = Loads("")
+    with pytest.raises(StoreError, match="cannot be read"):
+        Resumer(failing, log, "job", Group().open(), both, both, fence=False).resume(Newest(), LoadOptions())
 
 
 @pytest.mark.covers("F7", "I8")
