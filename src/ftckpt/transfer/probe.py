@@ -41,16 +41,20 @@ def measure(urls: Sequence[str], job: str, secret: bytes, *, seconds: float = 1.
     return None
 
 
-def noise(count: str) -> bytes:
-    """The answer to a probe: so many bytes that mean nothing and cannot be compressed. Raises BadMessage."""
+def noise(count: str) -> memoryview:
+    """The answer to a probe: so many bytes that mean nothing and cannot be compressed; the same memory each time. Raises BadMessage."""
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 0 < int(count) <= PIECE):
         raise BadMessage(400, f"bytes is not a number up to {PIECE}")
-    return (_pattern() * (int(count) // len(_pattern()) + 1))[: int(count)]
+    with _once:
+        return memoryview(_noise())[: int(count)]
+
+
+_once = threading.Lock()
 
 
 @functools.cache
-def _pattern() -> bytes:
-    return os.urandom(1 << 20)
+def _noise() -> bytes:
+    return os.urandom(1 << 20) * (PIECE >> 20)
 
 
 class _Probe:

@@ -112,6 +112,13 @@ def test_a_probe_gives_as_many_bytes_as_asked_for_within_bounds(server: Snapshot
     assert alive(server)
 
 
+@pytest.mark.covers("I11")
+def test_probes_make_no_bytes_of_their_own() -> None:
+    first = noise(str(PIECE))
+    assert len(first) == PIECE
+    assert all(noise(str(n)).obj is first.obj for n in (1, 70_000, PIECE))  # served by many threads at once, for as long as an agent lives
+
+
 @pytest.mark.parametrize(("path", "status"), [("/", 404), ("/v1/other/snapshots", 404), (f"/v1/{JOB}/snapshots/none", 404), (f"/v1/{JOB}/step/x", 404), (f"/v1/{JOB}/step/5?wait=nan", 400), (f"/v1/{JOB}/step/5?wait=1&wait", 400), (f"/v1/{JOB}/snapshots/../../etc/passwd", 404)])  # fmt: skip
 def test_paths_that_are_not_there(server: SnapshotServer, path: str, status: int) -> None:
     assert ask(server, path)[0] == status
