@@ -22,6 +22,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.format.digest import digest_blocks
 from ftckpt.transfer import Patience, ServerLimits, SnapshotDoc, SnapshotServer, fetch
 from ftckpt.transfer.auth import authorization, derive_key, sign_answer
+from ftckpt.transfer.probe import PIECE, noise
 
 SIZE = 300_000
 KEY = derive_key(SECRET, JOB)
