@@ -21,7 +21,7 @@ from ftckpt.agent.cursors import Cursors
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job, Outcome, Written
 from ftckpt.agent.small import put_leaves
-from ftckpt.domain.ledger import own_entry
+from ftckpt.domain.ledger import Entry, Superseded, came_of
 from ftckpt.errors import Damaged, FtckptError, LogError, NotFound, SaveFailed, StoreError
 from ftckpt.format.cover import check_cover
 from ftckpt.format.manifest import (
@@ -247,19 +247,24 @@ class Assemble:
             outcome.report(self._desk, job, outcome.failure(error_from(*written.error)))
             return
         deadline = time.monotonic() + config.receipts_s + config.cursors_s + _AFTER_RECEIPTS_S
-        poll, durable_since, absent = Poll(self._desk, config.poll_s, deadline), 0.0, 0
+        poll, looked, durable, absent = Poll(self._desk, config.poll_s, deadline), time.monotonic(), False, 0
         while True:
             try:
                 found = outcome.read(self._store, job)
-                if found is None and not durable_since and self._store.exists(f"{job.directory}/{MANIFEST}"):
-                    durable_since, poll.deadline = time.monotonic(), float("inf")  # only the record is missing: as long as the log is down
-                if found is None and durable_since and time.monotonic() - durable_since > _LOG_POLL_S:
-                    durable_since = time.monotonic()
-                    answered, found = self._in_log(job)
-                    absent += answered and self._own_part_is_there(job)
+                if found is None and not durable and self._store.exists(f"{job.directory}/{MANIFEST}"):
+                    durable, looked = True, time.monotonic()
+                    poll.deadline = float("inf")  # only the record is missing: as long as the log is down
+                if found is None and time.monotonic() - looked > _LOG_POLL_S:
+                    looked = time.monotonic()
+                    gone = self._is_removed(job)
+                    if durable or gone:
+                        answered, found = self._in_log(job)
+                        absent += answered and (gone or self._own_part_is_there(job))
+                    if found is None and gone and absent >= _ADOPT_AFTER:
+                        found = outcome.failure(_no_word(job, durable=False))
                 if found is None and any(outcome.read(self._store, later) for later in self._later()):
                     # rank 0 works in order: what it has not said by now it will not say
-                    found = outcome.read(self._store, job) or self._in_log(job)[1] or outcome.failure(_no_word(job, bool(durable_since)))
+                    found = outcome.read(self._store, job) or self._in_log(job)[1] or outcome.failure(_no_word(job, durable))
                 if found is None and absent >= _ADOPT_AFTER:
                     self._durable(self._left_whole(job))
                     return
@@ -267,17 +272,31 @@ class Assemble:
                 found = outcome.failure(e)
             if found is None and poll.more():
                 continue
-            outcome.report(self._desk, job, found or outcome.failure(_no_word(job, bool(durable_since))))
+            outcome.report(self._desk, job, found or outcome.failure(_no_word(job, durable)))
             return
 
+    def _is_removed(self, job: Job) -> bool:
+        """Whether what was there is there no more: a clean-up, maybe another group's, was faster than our looks."""
+        own = f"{RECEIPTS}/r{job.config.rank:05d}.json"
+        return not any(self._store.exists(f"{job.directory}/{file}") for file in (own, MANIFEST))
+
     def _in_log(self, job: Job) -> tuple[bool, Outcome | None]:
-        """Whether the log answered, and the record if it has it."""
+        """Whether the log answered, and what it shows to have become of the attempt."""
+        known = job.save
         try:
-            entry = own_entry(self._log.entries(after=job.save.known_tail), job.save.attempt)
+            entries = self._log.entries(after=known.known_tail)
+            if known.log and known.log != (entries[0].log if entries else self._log.uuid()):  # a rebuilt log counts anew
+                entries = self._log.entries()
         except (LogError, Damaged) as e:
             logger.info("log not read for %s: %s", job.name, e)
             return False, None
-        return True, None if entry is None else Outcome(state="committed", entry=entry)
+        match came_of(entries, known.attempt, known.trajectory):
+            case Entry() as mine:
+                return True, Outcome(state="committed", entry=mine)
+            case Superseded(by=by):
+                reason = f"generation #{by} is in the log, and this one is not, or not any more: superseded, or committed and removed since"
+                return True, Outcome(state="dropped", reason=reason)
+        return True, None
 
     def _own_part_is_there(self, job: Job) -> bool:
         """With tiers: whether this rank's shard is in the durable one. Until then rank 0 is not late, but waits for it."""

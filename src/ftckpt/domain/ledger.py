@@ -5,7 +5,7 @@ Rules 5, 6, 7 and 10 of docs/architecture.md. What decides is the compare with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -144,6 +144,23 @@ def standing(tail: Entry | None, live: Trajectory) -> Literal["holds", "behind",
 def own_entry(entries: Iterable[Entry], attempt: str) -> Entry | None:
     """The entry of one's own attempt among those from the compared tail on (rule 6), if it landed."""
     return next((e for e in entries if e.attempt == attempt), None)
+
+
+def came_of(entries: Sequence[Entry], attempt: str, candidate: Trajectory) -> Entry | Superseded | None:
+    """What became of an attempt, by a log's entries alone: its record, or that there will be none (any more), or nothing as yet.
+
+    A record that is not there behind one of the same or a later step never comes: it was refused, or it was there and was withdrawn.
+
+    Args:
+        entries: of one log in order, up to its tail; all from the position that the attempt's writer knew.
+        attempt: id of the attempt.
+        candidate: trajectory of its state.
+    """
+    mine = own_entry(entries, attempt)
+    if mine is not None or not entries:
+        return mine
+    verdict = judge(entries[-1], candidate)
+    return verdict if isinstance(verdict, Superseded) else None
 
 
 def carries_on(entries: Iterable[Entry], known: Entry, at: Trajectory | None) -> bool:

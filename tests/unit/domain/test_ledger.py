@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.domain.ledger import Append, Entry, Strayed, Superseded, Unprovable, judge, own_entry, regressed, standing
+from ftckpt.domain.ledger import Append, Entry, Strayed, Superseded, Unprovable, came_of, judge, own_entry, regressed, standing
 from ftckpt.domain.trajectory import Trajectory, genesis
 
 
@@ -101,3 +101,28 @@ def test_an_untrained_state_may_follow_the_start_from_zero_that_opened_it_and_no
     assert judge(seed, opened) == Superseded(5)
     assert judge(msgspec.structs.replace(start, base=2), opened) == Superseded(4)
     assert judge(start, genesis("gpt").open("00000003")) == Superseded(4)
+
+
+@pytest.mark.covers("I2", "I6", "I11")
+@pytest.mark.parametrize(
+    ("listed", "came"),
+    [
+        ((), None),
+        ((0,), None),  # it may still be appended
+        ((0, "mine"), "mine"),
+        ((0, "mine", 2), "mine"),
+        ((0, 2), Superseded(2)),  # it was there and was withdrawn
+        ((2,), Superseded(2)),
+        (("again",), Superseded(1)),  # another attempt at the same state was recorded
+        (("beside",), Superseded(1)),  # another state of the same step
+        (("before it, beside",), None),  # its writer has strayed, and says so itself
+    ],
+)
+def test_what_became_of_an_attempt_is_its_record_or_that_there_will_be_none(listed: tuple[object, ...], came: object) -> None:
+    known = {
+        0: entry(0, walk([1]), "attempt0"), "mine": entry(1, walk([1, 1]), "attempt1"), 2: entry(2, walk([1, 1, 1]), "attempt2"),
+        "again": entry(1, walk([1, 1]), "another"), "beside": entry(1, walk([2, 2]), "another"),
+        "before it, beside": entry(0, walk([2]), "another"),
+    }  # fmt: skip
+    found = came_of([known[name] for name in listed], "attempt1", walk([1, 1]))
+    assert found == (known["mine"] if came == "mine" else came)
