@@ -186,7 +186,7 @@ class Judge:
         root = f"/ftckpt/v1/{self.job}/"
         uuid = after.get(f"{root}uuid", (b"", None))[0].decode()
         if uuid != self.log:
-            self._another_log(uuid, after)
+            self._another_log(uuid, before, after)
         prefix = f"{root}entries/{uuid}/"
         added = [k for k in after if k not in before and k.startswith(prefix)]
         for key in added:
@@ -196,12 +196,12 @@ class Judge:
         if any(k in before and after.get(k) != before[k] for k in after if k.startswith(prefix)):
             self.blame("ORDER", f"{who} changed an entry")
 
-    def _another_log(self, uuid: str, after: Values) -> None:
-        """A first log, or a rebuilt one."""
-        rebuilt, self.log = bool(self.log), uuid
+    def _another_log(self, uuid: str, before: Values, after: Values) -> None:
+        """A first log, or one that was rebuilt, maybe where there was none: its entries were written beforehand."""
+        prefix = f"/ftckpt/v1/{self.job}/entries/{uuid}/"
+        rebuilt, self.log = bool(self.log) or any(k.startswith(prefix) for k in before), uuid
         if not rebuilt:
             return
-        prefix = f"/ftckpt/v1/{self.job}/entries/{uuid}/"
         newest = self.tail
         self.tail, self.went_back, self.rebuilt = None, False, True
         locations = set()

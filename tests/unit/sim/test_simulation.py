@@ -48,6 +48,13 @@ def test_some_more_schedules() -> None:
     assert not run(range(SCHEDULES, SCHEDULES + 120))
 
 
+@pytest.mark.quick
+@pytest.mark.covers("I1", "I7", "I11", "I13")
+@pytest.mark.parametrize("seed", [81123, 81358, 81921, 83639, 85594])
+def test_schedules_that_failed_once(seed: int) -> None:
+    assert not run(range(seed, seed + 1))
+
+
 def test_schedules_reach_what_they_are_for() -> None:
     """A simulation in which nothing goes wrong shows nothing."""
     seen: Counter[str] = Counter()
