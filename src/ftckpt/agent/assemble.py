@@ -264,7 +264,7 @@ class Assemble:
                         found = outcome.failure(_no_word(job, durable=False))
                 if found is None and any(outcome.read(self._store, later) for later in self._later()):
                     # rank 0 works in order: what it has not said by now it will not say
-                    found = outcome.read(self._store, job) or self._in_log(job)[1] or outcome.failure(_no_word(job, durable))
+                    found = outcome.read(self._store, job) or self._unsaid(job, durable)
                 if found is None and absent >= _ADOPT_AFTER:
                     self._durable(self._left_whole(job))
                     return
@@ -274,6 +274,13 @@ class Assemble:
                 continue
             outcome.report(self._desk, job, found or outcome.failure(_no_word(job, durable)))
             return
+
+    def _unsaid(self, job: Job, durable: bool) -> Outcome:
+        """What the log shows of a save of which rank 0 said nothing; one that was never whole has failed, whatever came after it."""
+        found = self._in_log(job)[1]
+        if found is not None and (found.state == "committed" or durable or self._is_removed(job)):
+            return found
+        return outcome.failure(_no_word(job, durable))
 
     def _is_removed(self, job: Job) -> bool:
         """Whether what was there is there no more: a clean-up, maybe another group's, was faster than our looks."""
