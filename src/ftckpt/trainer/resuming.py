@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 
 import msgspec
@@ -93,7 +94,7 @@ class Resumer:
     ) -> None:
         self._store, self._log, self._job, self._group = store, log, job, group
         self._loader, self._replica, self._fence, self._writes = loader, replica, fence and writes, writes
-        self._options, self._load_s = LoadOptions(), load_s
+        self._options, self._load_s, self._base = LoadOptions(), load_s, -1
         self._agreeing = Agreeing(group)
         self._behind = False  # what is newer than the last choice is only unreadable for now: it may be healed from, nothing else
 
@@ -119,7 +120,9 @@ class Resumer:
             raise _not_loaded(choice.location, fault, unread)
         return loaded
 
-    def resume(self, request: Request, options: LoadOptions, opening: str = "", first: Choice | None = None) -> ResumeReport:
+    def resume(
+        self, request: Request, options: LoadOptions, opening: str = "", first: Choice | None = None, ahead: Collection[str] = ()
+    ) -> ResumeReport:
         """Load what the recovery ladder says.
 
         Args:
@@ -127,11 +130,14 @@ class Resumer:
             options: what of it is loaded.
             opening: name of the attempt for an ``open`` entry that several replicas may append together; empty: one's own.
             first: what was chosen before (see ``look``), of which a part is loaded already; then nothing else is tried.
+            ahead: states that are loaded already, and left alone now.
 
         Raises:
             FtckptError: (its kinds as in ``flows.select``) on all ranks of the group alike.
         """
-        began, self._options = time.monotonic(), options
+        began, self._options, self._base = time.monotonic(), options, -1
+        if ahead:
+            options = msgspec.structs.replace(options, exclude={*options.exclude, *ahead})
         faults: dict[str, Fault | None] = {}
         pauses = list(UNREAD_PAUSES_S)
         again = OVERTAKEN
@@ -158,10 +164,11 @@ class Resumer:
             faults[choice.location] = Fault("payload", fault, unread)
 
     def reload(self, index: int) -> Loaded:
-        """Load the log entry with this index because a rule says so, in the middle of a job; position included.
+        """Load the log entry with this index because a rule says so, in the middle of a job: all of it, position included.
 
         Raises:
-            NothingLoadable: it cannot be loaded; this process must end and be started again.
+            NothingLoadable: it cannot be loaded, or was resumed from but for some states, which training or a heal has changed
+                since; this process must end and be started again.
         """
         tail = self._log.entry(index)
         if tail.from_zero:
@@ -169,7 +176,15 @@ class Resumer:
                 f"the tail #{index} says to start from zero, which a live process cannot", todo="start this replica again"
             )
         source = self._log.entry(tail.base) if tail.kind == "open" else tail
-        options = msgspec.structs.replace(self._options, only=None, with_cursor=True)
+        same = source.index == self._base  # else what was asked of another one is no matter: this one is what the job made
+        if same and (self._options.only is not None or self._options.exclude):
+            raise NothingLoadable(
+                f"the tail #{index} (step {tail.step}) was resumed from in part, and the other states are not what they were then",
+                todo="start this replica again",
+            )
+        options = msgspec.structs.replace(
+            self._options, only=None, exclude=(), with_cursor=True, sources=self._options.sources if same else None
+        )
         loaded, fault, _ = self._try(Choice(source="generation", step=source.step, entry=source, location=source.location), options)
         if loaded is None or fault:
             raise NothingLoadable(
@@ -181,7 +196,7 @@ class Resumer:
     # ------------------------------------------------------------------ steps
     def _choose(self, request: Request, faults: dict[str, Fault | None], *, adopt: bool) -> Choice:
         def make() -> Word:
-            end = time.monotonic() + FIRST_S
+            end, again = time.monotonic() + FIRST_S, True
             while True:
                 known = dict(faults)
                 try:
@@ -195,7 +210,9 @@ class Resumer:
                         raise unread from None
                     return Word(choice=choice, yes=bool(choice.rejected))  # those who live have the newest: it is healed from them
                 except NothingLoadable:
-                    if not isinstance(request, Newest) or not self._first_is_coming():
+                    came = again and self._log.tail() is not None  # since it was looked for, maybe
+                    again = again and not came
+                    if not isinstance(request, Newest) or not (came or self._first_is_coming()):
                         raise
                     if time.monotonic() > end:
                         if self._fence:
@@ -244,7 +261,7 @@ class Resumer:
         return loaded, next((w.texts[0] for w in failed), ""), all(w.error == "StoreError" for w in failed)
 
     def _settled(self, choice: Choice, loaded: Loaded, opening: str, began: float) -> ResumeReport:
-        base = choice.entry.index if choice.entry is not None else -1
+        base = self._base = choice.entry.index if choice.entry is not None else -1
         heals = not self._fence and bool(choice.rejected) and (choice.opens or self._behind) and self._others_go_on()
         if self._behind and not heals:
             raise StoreError(

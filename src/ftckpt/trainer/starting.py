@@ -107,14 +107,14 @@ class Starter:
     def resume(self, options: LoadOptions, step: int | None, generation: int | str | None, fresh: bool) -> ResumeReport:
         """As ``Checkpointer.resume``; may be called again."""
         request, opening = self._asked(step, generation, fresh)
-        first = None
+        first, ahead = None, tuple[str, ...]()
         if self._ahead is not None and not self.done:
             if not isinstance(request, Newest) and not opening:
                 raise ConfigError("load_ahead() chose the generation already", todo="give step or generation to load_ahead()")
             first = self._ahead if self._ahead.location else None
-            options = msgspec.structs.replace(options, exclude={*options.exclude, *self._loaded.states})
+            ahead = tuple(self._loaded.states)
         self._events.tell(Resuming(step=0))
-        report = self._resumer().resume(request, options, opening, first)
+        report = self._resumer().resume(request, options, opening, first, ahead)
         if self._must_exist and not report.location:
             raise NotFound(f"job {self._job!r} has no generation to read", now="nothing was loaded", todo="check job, root and log")
         report = self._complete(report)

@@ -16,6 +16,7 @@ from ftckpt.commitlog.memory import MemoryLog, MemoryStore
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.sources import Newest
 from ftckpt.errors import Damaged, NothingLoadable, StoreError, TailMoved
+from ftckpt.flows import select
 from ftckpt.format.manifest import MANIFEST
 from ftckpt.ports import ReplicaInfo
 from ftckpt.stores.local import LocalStore
@@ -45,13 +46,14 @@ class Loads:
     replica, incarnation = "late", "i"
 
     def __init__(self, damaged: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        self.damaged, self.meanwhile = damaged, meanwhile
+        self.damaged, self.meanwhile, self.asked = damaged, meanwhile, list[LoadOptions]()
         self.adopted: Any = None
 
     def load(self, location: str, entry: Any, replica: Any, options: Any) -> Any:
         if location == self.damaged:
             raise Damaged(f"{location} is rotten")
         self.meanwhile()
+        self.asked.append(options)
         manifest = SimpleNamespace(trajectory=walk("job", entry.step), counts={}, samples=0, batches_committed=0)
         return SimpleNamespace(manifest=manifest, report=RestoreReport(), seconds=0.0, warnings=())
 
@@ -113,6 +115,25 @@ def test_where_nothing_can_be_read_now_nobody_is_told_to_begin_at_zero(tmp_path:
         Resumer(failing, log, "job", Group().open(), both, both, fence=False).resume(Newest(), LoadOptions())
 
 
+@pytest.mark.covers("I3", "I4")
+def test_a_tail_that_a_rule_says_to_load_is_loaded_whole_whatever_the_start_left_out(tmp_path: Path) -> None:
+    store, log = LocalStore(tmp_path), MemoryLog("job", MemoryStore())
+    first = write_generation(store, log, "job", 5, STATE)
+    both: Any = Loads("")
+    starting = Resumer(store, log, "job", Group().open(), both, both, fence=False)
+    ema = {"model": "ema"}
+    starting.resume(Newest(), LoadOptions(sources=ema), ahead=("model",))
+    assert set(both.asked[-1].exclude) == {"model"}  # it was loaded before
+    starting.reload(first.index)
+    assert (both.asked[-1].exclude, both.asked[-1].sources) == ((), ema)  # as it was resumed from
+    starting.resume(Newest(), LoadOptions(exclude=["scheduler"], sources=ema))
+    with pytest.raises(NothingLoadable, match="in part"):  # what the scheduler was then is nowhere
+        starting.reload(first.index)
+    later = write_generation(store, log, "job", 10, STATE)
+    starting.reload(later.index)
+    assert (both.asked[-1].exclude, both.asked[-1].only, both.asked[-1].sources) == ((), None, None)  # it is what the job made
+
+
 @pytest.mark.covers("F7", "I8")
 def test_the_first_generation_is_waited_for_while_another_replica_makes_it(tmp_path: Path) -> None:
     store, log = LocalStore(tmp_path), MemoryLog("job", MemoryStore())
@@ -128,6 +149,23 @@ def test_the_first_generation_is_waited_for_while_another_replica_makes_it(tmp_p
     choice = resumer(store, log).look(Newest())
     writer.join(20)
     assert (choice.source in ("generation", "durable"), choice.step) == (True, 5)
+
+
+@pytest.mark.covers("F7", "I8")
+def test_a_first_generation_that_comes_just_after_it_was_looked_for_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, log = LocalStore(tmp_path), MemoryLog("job", MemoryStore())
+    write_generation(store, log, "job", 5, STATE, manifest=False, attempt="0000000a")
+    waiting = [lambda: write_generation(store, log, "job", 5, STATE)]
+
+    def choose(*args: Any, **more: Any) -> Any:
+        try:
+            return select.choose(*args, **more)
+        finally:
+            if waiting:
+                waiting.pop()()
+
+    monkeypatch.setattr(resuming, "choose", choose)
+    assert resumer(store, log).look(Newest()).step == 5
 
 
 @pytest.mark.covers("F7")
