@@ -276,9 +276,9 @@ class Assemble:
             return
 
     def _unsaid(self, job: Job, durable: bool) -> Outcome:
-        """What the log shows of a save of which rank 0 said nothing; one that was never whole has failed, whatever came after it."""
+        """What the log shows of a save of which rank 0 said nothing; one that was never seen whole has failed, whatever came after it."""
         found = self._in_log(job)[1]
-        if found is not None and (found.state == "committed" or durable or self._is_removed(job)):
+        if found is not None and (found.state == "committed" or durable):
             return found
         return outcome.failure(_no_word(job, durable))
 
