@@ -113,15 +113,26 @@ class LocalStore:
         with mapped("list", base):
             if self._kind(base) != stat.S_IFDIR:
                 return
-        for name in self.listdir(prefix):
-            path = f"{prefix}/{name}" if prefix else name
+        yield from self._below(base, prefix)
+
+    def _below(self, base: str, prefix: str) -> Iterator[BlobInfo]:
+        """The files below a directory whose path is resolved; what is found in it as a directory is no link, and needs no resolving."""
+        with mapped("list", base):
+            try:
+                names = sorted(self.ops.listdir(base))
+            except FileNotFoundError:
+                return
+        for name in names:
+            if hidden(name):
+                continue
+            path, target = f"{prefix}/{name}" if prefix else name, os.path.join(base, name)
             with mapped("look at", path):
                 try:
-                    info = self.ops.lstat(os.path.join(base, name))
+                    info = self.ops.lstat(target)
                 except FileNotFoundError:  # removed since it was listed
                     continue
             if stat.S_ISDIR(info.st_mode):
-                yield from self.files(path)
+                yield from self._below(target, path)
             elif stat.S_ISREG(info.st_mode):
                 yield BlobInfo(path, info.st_size)
 
