@@ -33,7 +33,7 @@ Signatures (all durations are seconds; every call ends within its timeout or ``c
     # ends
     .drain(timeout: float, *, written=False) -> int               nothing in flight any more; number of failed saves
     .raise_pending() -> None                                      raises a kept background failure, each once
-    .owe(error: FtckptError) -> None                              one that could not be raised: raise_pending does it
+    .owe(error: FtckptError, seen=None) -> None                   one that could not be raised: raise_pending does it, unless seen.reported
     .reopen() -> AgentClient                                      after the agent's death (arena, layouts and failures carried over)
     .close(timeout: float = 5.0) -> None                          says Bye; never raises for a dead agent
 
@@ -63,7 +63,7 @@ from ftckpt.link.arena import Arena
 from ftckpt.link.config import AgentConfig
 from ftckpt.link.greeting import Link
 from ftckpt.link.handles import SaveHandle
-from ftckpt.link.inbox import Inbox
+from ftckpt.link.inbox import Inbox, Seen
 
 __all__ = ["AgentClient", "AgentConfig", "SaveHandle"]
 
@@ -293,9 +293,9 @@ class AgentClient:
         if error is not None:
             raise error
 
-    def owe(self, error: FtckptError) -> None:
+    def owe(self, error: FtckptError, seen: Seen | None = None) -> None:
         """Raise this failure at the next call of ``raise_pending``: another error was in the way of it."""
-        self._inbox.owe(error)
+        self._inbox.owe(error, seen)
 
     def reopen(self) -> AgentClient:
         """A new client after the agent was lost. If the old agent is dead, arena (all slots free) and layouts are carried over;

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import AgentError, DeadlineExceeded, FtckptError
@@ -29,6 +29,13 @@ class Slot(int):
         slot = super().__new__(cls, number)
         slot.arena = arena
         return slot
+
+
+class Seen(Protocol):
+    """Knows whether a failure was raised."""
+
+    @property
+    def reported(self) -> bool: ...
 
 
 class Inbox:
@@ -52,7 +59,7 @@ class Inbox:
         self._arena, self._free, self._uses = 0, list[int](), dict[tuple[int, int], int]()
         self._ordinal = self._token = 0
         self._answers: dict[int, m.Journal | m.Drained | None] = {}
-        self._errors: list[tuple[FtckptError, SaveHandle | None]] = []
+        self._errors: list[tuple[FtckptError, Seen | None]] = []
 
     # ------------------------------------------------------------ waiting
     def check(self) -> None:
@@ -157,10 +164,10 @@ class Inbox:
                     return error
         return None
 
-    def owe(self, error: FtckptError) -> None:
-        """A failure that was taken and could not be raised: whoever asks next gets it."""
+    def owe(self, error: FtckptError, seen: Seen | None = None) -> None:
+        """A failure that was taken and could not be raised: whoever asks next gets it, unless it was seen by then."""
         with self.changed:
-            self._errors = [(error, None), *self._errors][:_MAX_ERRORS]
+            self._errors = [(error, seen), *self._errors][:_MAX_ERRORS]
 
     def inherit(self, before: Inbox) -> None:
         """Take over what nobody has seen of the failures of the connection before this one; what failed for one reason is told once."""

@@ -14,7 +14,8 @@ from ftckpt.format.leaves import encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.plan import Spec, plan_image
 from ftckpt.trainer.collect import Static, collect_dynamic, collect_static, signature
-from ftckpt.trainer.copying import Copies
+from ftckpt.trainer.copying import Copies, SideStreams
+from ftckpt.trainer.fence import Fence
 from ftckpt.trainer.frozen import Copied, Frozen, Goal, held_apart
 from ftckpt.trainer.garbage import without_gc
 from ftckpt.trainer.group import Group
@@ -33,7 +34,7 @@ _TARGETS = 4  # views of that many targets are kept
 class Capturer:
     """Plans, freezes and copies the shared states of one rank.
 
-    ``prepare`` and ``freeze`` belong to the main thread at a step boundary; ``fill`` may run on another thread, also while
+    ``prepare`` and ``freeze`` belong to the main thread at a step boundary; the others may run on another thread, also while
     the main thread is in forward (not in an optimizer's step).
     """
 
@@ -53,7 +54,7 @@ class Capturer:
         self._pool: list[Copied] = []
         self._goals: dict[int, Goal] = {}  # by address
         self._lock = threading.Lock()
-        self._streams: dict[torch.device, Any] = {}
+        self._streams = SideStreams()
 
     def prepare(self) -> Plan:
         """The plan for the states as they are now. Main thread, at a step boundary; cheap while nothing changed.
@@ -161,7 +162,13 @@ class Capturer:
                 goal.placing.clear()
 
     def fill(self, plan: Plan, frozen: Frozen, target: memoryview) -> None:
-        """Copy everything into ``target`` and return when it is there. Any thread; only copies known tensors.
+        """Copy everything into ``target`` and return when it is there. As ``start``."""
+        self.start(plan, frozen, target).wait()
+
+    def start(self, plan: Plan, frozen: Frozen, target: memoryview) -> Fence:
+        """Copy everything into ``target``; what is on accelerators is there once the fence is passed. Any thread; only copies known tensors.
+
+        Until then nothing may change parameters and optimizer state, and ``frozen`` and ``target`` are in use.
 
         Args:
             plan: from ``prepare``.
@@ -173,16 +180,20 @@ class Capturer:
         with torch.no_grad(), self._lock:
             goal = self._goal(plan, target)
             if goal is None:
-                return
+                return Fence()
             if frozen.placed not in (0, goal.address):
                 raise ConfigError("these frozen values are in another target", todo="fill the target that freeze was given")
-            events = [self._copy(batch, views, batch.sources, goal) for batch, views in zip(plan.live, goal.live, strict=True)]
-            for batch, views, copies in zip(plan.frozen, goal.frozen, frozen.copies, strict=True):
-                if copies is not None:
-                    events.append(self._copy(batch, views, copies, None))
-        for event in events:  # of accelerators; on a CPU a copy is over when it returns
-            if event is not None:
-                event.synchronize()
+            events: list[Any] = []  # of accelerators; on a CPU a copy is over when it returns
+            try:
+                for batch, views in zip(plan.live, goal.live, strict=True):
+                    self._copy(batch, views, batch.sources, goal, events)
+                for batch, views, copies in zip(plan.frozen, goal.frozen, frozen.copies, strict=True):
+                    if copies is not None:
+                        self._copy(batch, views, copies, None, events)
+            except BaseException:
+                Fence(events).wait()  # the caller gives the target back
+                raise
+            return Fence(events, [pair for batch in plan.live if batch.device.type != "cpu" for pair in batch.named()])
 
     def release(self) -> None:
         """Drop cached views, so that the targets' memory can be unmapped."""
@@ -259,8 +270,8 @@ class Capturer:
             goal.plan, goal.prepared, goal.placing = plan, {}, {}
         return goal
 
-    def _copy(self, batch: Batch, targets: list[torch.Tensor], sources: list[torch.Tensor], goal: Goal | None) -> Any:
-        """Copy a batch; the event that ends it, if it goes on by itself. With a ``goal`` the copies are kept prepared there."""
+    def _copy(self, batch: Batch, targets: list[torch.Tensor], sources: list[torch.Tensor], goal: Goal | None, events: list[Any]) -> None:
+        """Copy a batch; ``events`` gets the one that ends it, if it goes on by itself. With a ``goal`` the copies are kept prepared there."""
         device = batch.device
         if device.type == "cpu":
             copies = goal.prepared.get(device) if goal is not None else None
@@ -268,15 +279,8 @@ class Capturer:
             if goal is not None:
                 goal.prepared[device] = copies
             copies.run()
-            return None
-        module = torch.get_device_module(device)
-        stream = self._streams.get(device) or self._streams.setdefault(device, module.Stream(device))
-        stream.wait_stream(module.current_stream(device))
-        with module.stream(stream):
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-            event = module.Event()
-            event.record(stream)
-        return event
+            return
+        events.append(self._streams.copy(device, targets, sources))
 
 
 class _News(NamedTuple):

@@ -350,10 +350,22 @@ class Checkpointer:
             handle.wait(self.settings.deadlines.close_s if wait is True else float(wait))
         return handle
 
+    def captured(self) -> None:
+        """Wait until the last save is captured. On a CPU it is when ``save()`` or ``step()`` returns; an accelerator copies meanwhile,
+        and any optimizer's step waits for that by itself. Call this before anything else changes registered parameters or optimizer
+        state in place: an EMA, clipped or tied weights, a ``load_state_dict``. SIGKILL of this process loses the save before, not after.
+
+        Raises:
+            FtckptError: a failure in the background, also of that copy.
+        """
+        self._rank.need_resumed("captured()")
+        self._rank.training.captured()
+        self._rank.background.check(self.replica)
+
     @property
     def waiting(self) -> int:
         """Saves of this rank that are not in the log yet, for a metric: while the log does not answer it grows, and nothing else stops."""
-        return self._rank.background.waiting
+        return self._rank.background.waiting + self._rank.session.copying
 
     @property
     def current_step(self) -> int:

@@ -56,6 +56,29 @@ class Copies:
                 future.result()
 
 
+class SideStreams:
+    """Copies from accelerators, beside what training does there; one stream per device."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def copy(self, device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Any:
+        """Enqueue copies behind what the device was given so far; the event that ends them."""
+        module = torch.get_device_module(device)
+        stream = self._streams.get(device) or self._streams.setdefault(device, module.Stream(device))
+        stream.wait_stream(module.current_stream(device))
+        with module.stream(stream):
+            enqueue(targets, sources)
+            event = module.Event()
+            event.record(stream)
+        return event
+
+
+def enqueue(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy from an accelerator on its current stream; not complete when this returns."""
+    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
 def plain(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether NumPy copies these as well as torch does, or better (torch is better at transposing matrices)."""
     if target.device.type != "cpu" or source.device.type != "cpu" or target.dtype != source.dtype or source.dtype not in _PLAIN:

@@ -9,6 +9,7 @@ from typing import Literal
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import DeadlineExceeded, LogError, SaveFailed
 from ftckpt.link.client import SaveHandle as LinkHandle
+from ftckpt.trainer.fence import HandOver
 
 Stage = Literal["persisted", "committed", "placed"]
 
@@ -25,24 +26,55 @@ class SaveHandle:
         trajectory: hash of its state.
         writer: whether this replica writes it (the others only send their cursors).
         bytes: that this rank captured.
-        seconds: that training waited for it.
 
     Args:
+        link: what the agent tells of it, or its capture that is held back until accelerators have copied; None where another replica writes.
         placed: asks the log whether the durable tier has a generation; None where being committed says so.
     """
 
     def __init__(
-        self, step: int, trajectory: str, link: LinkHandle | None, search: Search, placed: Callable[[int], bool] | None = None
+        self,
+        step: int,
+        trajectory: str,
+        link: LinkHandle | HandOver | None,
+        search: Search,
+        placed: Callable[[int], bool] | None = None,
     ) -> None:
         self.step, self.trajectory, self.writer = step, trajectory, link is not None
-        self.bytes, self.seconds = 0, 0.0
-        self._link, self._search, self._placed = link, search, placed
+        self.bytes, self._seconds = 0, 0.0
+        self._held = link if isinstance(link, HandOver) else None
+        self._told = None if isinstance(link, HandOver) else link
+        self._search, self._placed = search, placed
         self._entry: Entry | None = None
 
     @property
     def captured(self) -> bool:
-        """Always True: ``save`` returns after the capture; SIGKILL of the trainer no longer loses it (I6)."""
-        return True
+        """True, once it has waited for a copy from an accelerator, if there is one: SIGKILL of the trainer no longer loses it (I6).
+
+        False: that copy, or handing it over, failed; ``wait`` says why.
+        """
+        if self._held is None:
+            return True
+        self._held.finish()
+        return self._held.link is not None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an accelerator still copies. Never waits."""
+        return self._held is not None and not self._held.over
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that training waited for it so far."""
+        return self._seconds + (self._held.waited if self._held is not None else 0.0)
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self._seconds = value
+
+    @property
+    def _link(self) -> LinkHandle | None:
+        return self._held.link if self._held is not None else self._told
 
     @property
     def persisted(self) -> bool:
@@ -67,6 +99,8 @@ class SaveHandle:
     @property
     def done(self) -> bool:
         """Whether nothing more will happen to it: committed, dropped for a newer one, or failed. Never waits."""
+        if self._held is not None and self._held.error is not None:
+            return True
         return self._link.done if self._link is not None else self.committed
 
     @property
@@ -104,6 +138,11 @@ class SaveHandle:
             SaveFailed: (or the error of the failure) it came to nothing.
         """
         end = time.monotonic() + timeout
+        if self._held is not None:
+            self._held.finish()
+            if self._held.error is not None:
+                self._held.reported = True
+                raise self._held.error
         if self._link is not None:
             self._link.wait(timeout, "committed" if until == "placed" else until)
             entry = self._link.entry

@@ -161,6 +161,7 @@ class HealCarrier:
         except msgspec.DecodeError as e:
             raise PeerError(f"step {step}: the source's address cannot be read: {e}", now="nothing was taken") from e
         session, deadlines = self._session, self._session.settings.deadlines
+        session.captured()
         others = [url for url in self._peers.urls() if url != session.client.url]
         room, offered = _Room(session, self._landing), dict[str, State]()
 

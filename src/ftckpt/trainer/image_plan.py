@@ -44,6 +44,10 @@ class Batch(NamedTuple):
                 if _resolved(tensor) and i not in self.copied:
                     self.copied.append(i)
 
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The sources with the names of their tensors."""
+        return [(piece.source.name, source) for piece, source in zip(self.pieces, self.sources, strict=True)]
+
     def refresh(self) -> None:
         """Take the values that ``copied`` sources have now."""
         for i in self.copied:

@@ -135,12 +135,14 @@ class Joining:
         return self._replica
 
     def _load_tail(self, index: int) -> None:
+        self._session.captured()
         self._reload(index)
 
     def _load_arrived(self, arrived: Any) -> None:
         """Main thread, in torchft's heal: a peer's verified bytes into the live objects."""
         if not isinstance(arrived, Arrived):
             raise ConfigError("a peer's state arrived without its bytes", todo="run the same ftckpt release on all replicas")
+        self._session.captured()  # of the state that this one takes the place of
         try:
             restore(self._session.registry, [arrived.image], arrived.leaves, arrived.states, placed=arrived.placed)
         finally:

@@ -101,6 +101,7 @@ class Rank:
     # ------------------------------------------------------------------ from opened to training
     def await_agent(self) -> None:
         """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
+        self.session.captured()
         client = self.session.client
         self._finishing.wait(client, client.reattached or self.resumed, self.settings.deadlines.close_s)
 
@@ -147,8 +148,10 @@ class Rank:
             return
         self._closed = True
         try:
+            self.training.captured()
             if ending and self.resumed:
                 self.training.end(self.replica)
+                self.training.captured()
             if ending and self.session.client.alive:
                 self.session.client.drain(self.settings.deadlines.close_s)
                 self.events.poll()

@@ -82,6 +82,9 @@ class ReadOnlyCheckpointer(Checkpointer):
         self._rank.need_resumed("save()")
         return NotSaved(self.replica.step, self.replica.trajectory.h, None, lambda: (None, None))
 
+    def captured(self) -> None:
+        """Returns at once: nothing is saved."""
+
     def step(self, metrics: Any = None) -> Outcome:
         """Counts the step."""
         self._rank.need_resumed("step()")

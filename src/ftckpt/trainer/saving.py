@@ -13,6 +13,7 @@ from ftckpt.domain.names import attempt_id
 from ftckpt.errors import DeadlineExceeded
 from ftckpt.format.manifest import Cursor, encode
 from ftckpt.trainer.cursor import capture_cursor
+from ftckpt.trainer.fence import Fence, HandOver
 from ftckpt.trainer.frozen import Frozen
 from ftckpt.trainer.handle import SaveHandle, Skipped
 from ftckpt.trainer.image_plan import Plan
@@ -38,7 +39,7 @@ class Saver:
         self.last_step = -1
 
     def save(self, outcome: Outcome, metrics: Mapping[str, float]) -> SaveHandle:
-        """Capture and hand over.
+        """Capture and hand over; where accelerators are still copying, the session holds it back until its fence is passed.
 
         Args:
             outcome: of the committed step whose state is live now.
@@ -65,8 +66,9 @@ class Saver:
         if slot is None:
             session.client.note("skipped", f"step {trajectory.step} was not saved: every buffer was busy")
             return Skipped(trajectory.step, trajectory.h, None, search, self._placed)
-        frozen = self._capture(plan, slot)
-        link = session.client.save(
+        frozen, fence = self._capture(plan, slot)
+        give = partial(
+            session.client.save,
             slot=slot,
             layout=session.layout(session.full, plan),
             attempt=attempt_id(trajectory.h, self._replica.incarnation, ordinal),
@@ -82,8 +84,21 @@ class Saver:
             metrics=dict(metrics),
             log=known.log if known else "",
         )
-        frozen.release()
-        handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)
+        if fence.open:
+            held = HandOver(
+                trajectory.step,
+                fence,
+                give=give,
+                drop=partial(session.client.release_slot, slot),
+                end=frozen.release,
+                owe=session.client.owe,
+            )
+            session.hold(held)
+            handle = SaveHandle(trajectory.step, trajectory.h, held, search, self._placed)
+        else:
+            link = give()
+            frozen.release()
+            handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)
         handle.bytes, handle.seconds = plan.table.image_bytes, time.monotonic() - began
         return handle
 
@@ -105,17 +120,17 @@ class Saver:
                 )
         return slot
 
-    def _capture(self, plan: Plan, slot: int) -> Frozen:
-        """Copy the state into a buffer, which is given back if that fails."""
+    def _capture(self, plan: Plan, slot: int) -> tuple[Frozen, Fence]:
+        """Copy the state into a buffer, which is given back if that fails; complete once the fence is passed."""
         session = self._session
         try:
             memory = session.memory(slot, plan.table.image_bytes)
             frozen = session.full.freeze(memory)
-            session.full.fill(plan, frozen, memory)
+            fence = session.full.start(plan, frozen, memory)
         except BaseException:
             session.client.release_slot(slot)
             raise
-        return frozen
+        return frozen, fence
 
     def cursor(self) -> bytes:
         """This rank's cursor at the live step, as a ``Cursor`` document."""

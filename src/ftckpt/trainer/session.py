@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftckpt.config import Settings
 from ftckpt.errors import DeadlineExceeded
@@ -10,6 +13,7 @@ from ftckpt.format.table import page_up
 from ftckpt.link.arena import Arena
 from ftckpt.link.client import AgentClient
 from ftckpt.trainer.capture import Capturer, Plan
+from ftckpt.trainer.fence import HandOver
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.pinning import Pinned
@@ -32,6 +36,26 @@ class Session:
         self._layouts: dict[tuple[int, int], int] = {}
         self._arena: Arena | None = None  # made last; the client's own, but after the agent was lost
         self._pinned: Pinned | None = None
+        self._held: HandOver | None = None  # the newest capture that was held back
+        self._hook: Any = None  # in front of every optimizer's step, where there are accelerators
+
+    def hold(self, capture: HandOver) -> None:
+        """Hold a capture back from the agent until its copies are complete: ``captured`` waits for them. Main thread."""
+        self._held = capture
+        capture.follow()
+
+    def captured(self) -> None:
+        """Pass the fence: what was captured is complete, and at the agent (or its failure is owed). At once where nothing is in flight.
+
+        Whoever changes states in place, needs a buffer or awaits the agent's work calls it before. Any thread.
+        """
+        if self._held is not None:
+            self._held.finish()
+
+    @property
+    def copying(self) -> int:
+        """Captures of which the agent does not know yet."""
+        return int(self._held is not None and not self._held.over)
 
     def prepare(self, capturer: Capturer) -> Plan:
         """The plan for the states as they are now, with an arena that it fits in. Main thread.
@@ -40,12 +64,16 @@ class Session:
             Unstorable: names the key; nothing was written.
             ConfigError: the buffers do not fit into the memory that is left.
         """
+        self.captured()
         plan = capturer.prepare()
         need = page_up(max(plan.table.image_bytes, 1))
         if self.client.arena is None or self.client.arena.slot_bytes < need:
             self._grow(need)
-        if self._pinned is None and self._arena is not None and any(b.device.type == "cuda" for b in (*plan.live, *plan.frozen)):
+        devices = {batch.device.type for batch in (*plan.live, *plan.frozen)}
+        if self._pinned is None and self._arena is not None and "cuda" in devices:
             self._pinned = Pinned(map(self._arena.slot, range(self._arena.slots)))
+        if self._hook is None and devices - {"cpu"}:
+            self._hook = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))  # type: ignore[no-untyped-call]
         self.layout(capturer, plan)
         return plan
 
@@ -58,6 +86,7 @@ class Session:
 
     def slot(self, timeout: float) -> int | None:
         """A free slot of the arena, or None if none became free within ``timeout`` seconds."""
+        self.captured()  # it has one
         return self.client.acquire_slot(timeout)
 
     def memory(self, slot: int, size: int) -> memoryview:
@@ -74,17 +103,26 @@ class Session:
 
     def revive(self) -> None:
         """Go on with a new agent after the old one's death."""
+        self.captured()
         self.client = self.client.reopen()
         self._layouts.clear()
 
     def close(self) -> None:
         """Drop cached views and the memory."""
+        self.captured()  # nothing is written there any more
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         for capturer in {id(c): c for c in (self.full, self.local)}.values():
             capturer.release()
         self._unpin()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Any optimizer is about to step: one that is not registered may change registered parameters too."""
+        self.captured()
 
     def _grow(self, need: int) -> None:
         """Take a larger arena. What the agent still reads of the old one it has mapped itself; here it goes with the last view of it."""

@@ -55,6 +55,7 @@ class Training:
         self._saver: Saver | None = None
         self._last: Outcome | None = None  # of the newest committed step
         self._bound, self._bind_at = False, 0.0
+        self._held: SaveHandle | None = None  # a save whose capture was not told yet
 
     def begin(self, replica: Replica, report: ResumeReport) -> None:
         """Go on from what was loaded."""
@@ -64,6 +65,7 @@ class Training:
 
     def step(self, replica: Replica, metrics: Mapping[str, float]) -> Outcome:
         """As ``Checkpointer.step``."""
+        self.captured()
         outcome = replica.outcome()
         if outcome.committed:
             self._last = outcome
@@ -87,10 +89,18 @@ class Training:
 
     def save(self, replica: Replica, metrics: Mapping[str, float]) -> SaveHandle:
         """As ``Checkpointer.save``, without waiting."""
+        self.captured()
         self._background.check(replica)
         if self._last is None:
             self._last = _standing(replica)
         return self._save(replica, metrics)
+
+    def captured(self) -> None:
+        """As ``Checkpointer.captured``, but for what is owed."""
+        self._session.captured()
+        handle, self._held = self._held, None
+        if handle is not None and handle.captured:
+            self._tell_captured(handle)
 
     def end(self, replica: Replica) -> None:
         """A last save, where the policy says so."""
@@ -129,10 +139,15 @@ class Training:
             )
         self._events.tell(Saving(step=replica.step))
         handle = self._saver.save(self._last, metrics)
-        if handle.captured:
-            self._events.tell(Captured(step=handle.step, writer=handle.writer, bytes=handle.bytes, seconds=handle.seconds))
-            self._events.follow(handle)
+        if handle.in_flight:
+            self._held = handle
+        elif handle.captured:
+            self._tell_captured(handle)
         return handle
+
+    def _tell_captured(self, handle: SaveHandle) -> None:
+        self._events.tell(Captured(step=handle.step, writer=handle.writer, bytes=handle.bytes, seconds=handle.seconds))
+        self._events.follow(handle)
 
 
 def _standing(replica: Replica) -> Outcome:

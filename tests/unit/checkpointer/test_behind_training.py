@@ -125,7 +125,7 @@ def test_a_failure_that_another_one_got_in_the_way_of_is_told_at_the_next_call()
     state = states(1)[1]
     outcome = Outcome(committed=True, contributed=True, healed=False, step=1, members=(1,), present=(1,), writer=True)
     client = Pending(SaveFailed("disk full"))
-    session: Any = SimpleNamespace(client=client)
+    session: Any = SimpleNamespace(client=client, captured=lambda: None)
     tail = TailReader(MemoryLog("job"), client)  # type: ignore[arg-type]
     group: Any = SimpleNamespace(rank=1)
     background = Background(session, tail, Events(), group)
@@ -153,6 +153,7 @@ def test_closing_tells_every_failure_that_was_not_told_yet(ending: bool) -> None
     rank: Any = Rank.__new__(Rank)
     closed = SimpleNamespace(close=lambda: None)
     rank._closed, rank.resumed, rank._replica, rank.session = False, False, None, session
+    rank.training = SimpleNamespace(captured=lambda: None)
     rank.ledger = rank.log = rank.store = rank.group = closed
     rank.settings = SimpleNamespace(deadlines=SimpleNamespace(close_s=1.0))
     rank.background = Background(session, TailReader(MemoryLog("job"), client), Events(), closed)  # type: ignore[arg-type]
