@@ -49,7 +49,9 @@ class Bounds:
             return stance
         if quorum.heal_failed and self.refusals >= self._limits.refusals and tail is not None:
             return Stance(False, Act.LOAD, f"{self.refusals} heals in a row were refused")
-        if self._group_world_size > 1 and (quorum.heal_failed or quorum.blank):
+        # the step that synchronises new replicas is made again from any state: giving up there would go from group to group for ever
+        untrained = tail is None and readable and quorum.max_step == 0 and not quorum.blank
+        if self._group_world_size > 1 and (quorum.heal_failed or quorum.blank) and not untrained:
             return Stance(False, Act.BLANK, f"{stance.reason}; other ranks of the group may have healed")
         return stance
 
