@@ -63,7 +63,7 @@ class Made(msgspec.Struct, frozen=True, array_like=True, tag="made/1"):
 class AuditWriter:
     """One rank's audit file.
 
-    A draw is noted when it is handed out, and written when the step's vote is about to be held, with the attempt's number;
+    A draw is noted when it is handed out, and written before the others are told that it is in the step, with the attempt's number;
     the first batch of another step, or of the same step again, replaces the notes of before.
 
     Args:
@@ -95,7 +95,7 @@ class AuditWriter:
         self._noted[ordinal, epoch] = tuple(map(int, ids))
 
     def voting(self, before: str, nonce: int) -> None:
-        """Before the vote: write what this step uses.
+        """Before the others are told: write what this step uses.
 
         Args:
             before: hash of the trajectory that the step starts from.

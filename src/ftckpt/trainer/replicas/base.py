@@ -185,7 +185,8 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
             thread; bounded by the log's own deadline.
         ahead: words about a live replica that has made steps of which the log has no generation yet; empty if none is seen. Asked
             before a step from zero, on torchft's quorum thread; bounded by the log's own deadline.
-        on_vote: a vote is about to be held to which this replica contributes (trajectory hash before the step, attempt nonce).
+        on_vote: this replica is about to say that it contributes to a step (trajectory hash before it, attempt nonce); the others may commit
+            it from then on. Any thread that reduces gradients.
         on_made: a step was committed (trajectory hash before, after, step, (member, nonce) of everybody whose draws are in it).
     """
 

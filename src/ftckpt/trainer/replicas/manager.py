@@ -78,6 +78,7 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         self._callbacks, self._most_replicas = callbacks, most_replicas
         self.standing = Member(job, replica, incarnation, callbacks, limits, world_size)
         self._vector: StepVector | None = None
+        self._unrecorded: FtckptError | None = None
         self._device = _device_of(options["pg"])
         self._before_vote: list[Callable[[], None]] = []
         self._ended: Exception | None = None
@@ -121,7 +122,7 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         try:
             self._begun = True
             self.standing.begin()
-            self._vector, self._quorum_error = None, None
+            self._vector, self._quorum_error, self._unrecorded = None, None, None
             self._drop_unapplied()
             self._callbacks.on_boundary()
             super().start_quorum(allow_heal, shrink_only, timeout)
@@ -173,8 +174,8 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
                 super().report_error(FtckptError(reason))  # not ours: the process group is sound, and others still use it
             if act.act is not Act.KEEP:
                 self._acts.propose(self.standing.now.ordinal, act)
-            if slots is not None and not reason:
-                self.standing.announce(slots[own])
+            if self._unrecorded is not None:
+                raise self._unrecorded
             committed = bool(super().should_commit(timeout))
             if committed and slots is not None:
                 self.standing.made(slots, own=own, rank=self._participating_replica_rank)
@@ -241,6 +242,10 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         quorum = self._client.quorum
         slot = self.standing.slot(spare=self._participating_replica_rank is None)
         self._vector = StepVector(self._pg, self._device)
+        try:
+            self.standing.announce(slot)  # before it is sent: from then on the others may commit it, whatever becomes of us
+        except FtckptError as e:  # raised with the vote: here it would come out of a backward pass
+            self._unrecorded = e
         try:
             if self._pg.size() != quorum.replica_world_size:
                 raise RuntimeError(f"the process group has {self._pg.size()} members, the quorum {quorum.replica_world_size}")

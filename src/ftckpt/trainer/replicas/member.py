@@ -231,7 +231,7 @@ class Member:
         return reason, self.bounds.agreed(act, why, own=fruitless, tail=tail, readable=readable)
 
     def announce(self, mine: Slot) -> None:
-        """The vote is about to be held with this slot of ours."""
+        """This slot of ours is about to be sent to those whom we vote with."""
         if mine.role is Role.CONTRIBUTES:
             self._callbacks.on_vote(mine.h, mine.nonce)
 
