@@ -120,7 +120,7 @@ def test_quorum_before_the_step_and_prefetching_workers(loader: str, job: Callab
 @pytest.mark.covers("F49", "F58", "I12")
 def test_a_spare_draws_what_does_not_count_and_takes_its_turn_when_another_dies(job: Callable[..., DataJob]) -> None:
     run = job(
-        "--loader", "elastic", "--samples", 800, "--batch", 4, "--slow", 0.1, "--spares", "--epochs", 2, min_replicas=2, max_replicas=3
+        "--loader", "elastic", "--samples", 1600, "--batch", 4, "--slow", 0.1, "--spares", "--epochs", 2, min_replicas=2, max_replicas=3
     )  # fmt: skip
     run.start(0, 1, 2)
     run.until("two of three take part", lambda: run.top >= 6 and run.taking_part() == 2 and all(run.lines(r) for r in range(3)))
@@ -131,7 +131,7 @@ def test_a_spare_draws_what_does_not_count_and_takes_its_turn_when_another_dies(
         run.start(victim)
         run.until("it is back", lambda: run.lines(victim)[-1]["step"] >= run.top - 4)  # noqa: B023
     run.finish()
-    status, report = run.audit("--samples", 800)
+    status, report = run.audit("--samples", 1600)
     (one,) = report["reports"].values()
     assert (status, [(e["epoch"], e["missing"], e["repeated"]) for e in one["epochs"]]) == (0, [(0, [], []), (1, [], [])])
 
