@@ -45,19 +45,27 @@ class LocalStore:
         """Store a small file atomically and durably; see ``BlobStore.put``."""
         target = self._target(path)
         with mapped("write", target, "what was there before is unchanged"):
-            directory = os.path.dirname(target)
-            self._prepare(directory)
-            draft = Draft(self.ops, directory)
             try:
-                draft.open()
-                draft.write(memoryview(data), 0)
-                draft.sync()
-                placed = draft.place(target, new=if_absent)
-            finally:
-                draft.discard()
-            if placed:
-                self._sync_directory(directory)
-            return placed
+                return self._put(target, data, if_absent)
+            except FileNotFoundError:
+                if self._kind(os.path.dirname(target)) is not None:
+                    raise
+            return self._put(target, data, if_absent)  # a clean-up took the directory, still empty, away between making and using it
+
+    def _put(self, target: str, data: bytes, if_absent: bool) -> bool:
+        directory = os.path.dirname(target)
+        self._prepare(directory)
+        draft = Draft(self.ops, directory)
+        try:
+            draft.open()
+            draft.write(memoryview(data), 0)
+            draft.sync()
+            placed = draft.place(target, new=if_absent)
+        finally:
+            draft.discard()
+        if placed:
+            self._sync_directory(directory)
+        return placed
 
     def writer(self, path: str, size: int) -> LocalWriter:
         """Open a large file for writing; see ``BlobStore.writer``. Enter it with ``with``."""

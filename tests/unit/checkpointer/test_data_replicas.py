@@ -157,7 +157,7 @@ def each_rank_healed_from_its_counterpart(run: DataJob) -> None:
 @pytest.mark.covers("F49", "I12", "A6")
 def test_the_shared_order_is_shared_out_to_the_ranks_of_sharded_groups(job: Callable[..., DataJob]) -> None:
     run = job(
-        "--loader", "elastic", "--samples", 320, "--batch", 3, "--fsdp", "--slow", 0.05, "--epochs", 2, min_replicas=1, max_replicas=2, ranks=2,
+        "--loader", "elastic", "--samples", 1280, "--batch", 3, "--fsdp", "--slow", 0.08, "--epochs", 2, min_replicas=1, max_replicas=2, ranks=2,
     )  # fmt: skip
     run.options += ["--allow-split"]
     run.start(0, 1)
@@ -168,7 +168,7 @@ def test_the_shared_order_is_shared_out_to_the_ranks_of_sharded_groups(job: Call
     run.kill_all()
     run.start(0, 1)
     run.finish()
-    status, report = run.audit("--samples", 320)
+    status, report = run.audit("--samples", 1280)
     (one,) = report["reports"].values()
     assert (status, [(e["epoch"], e["missing"], e["repeated"]) for e in one["epochs"]]) == (0, [(0, [], []), (1, [], [])])
 

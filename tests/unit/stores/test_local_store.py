@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import mmap
 import os
+import shutil
 import stat
 import threading
 
@@ -373,3 +374,33 @@ def test_probe_uses_every_operation(tmp_path):
     ops = RecordingOps(Fault(op="rename_new", code=errno.ENOSYS, times=0))
     do_everything(LocalStore(tmp_path / "root", ops=ops))
     assert {c.op for c in ops.calls} == set(OPERATIONS)
+
+
+@pytest.mark.covers("I7", "F7")
+@pytest.mark.parametrize("call", ["open", "rename"])
+def test_a_directory_that_a_clean_up_takes_away_while_it_is_empty_is_made_again(tmp_path, call):
+    class Swept(PosixOps):
+        left = 1
+
+        def open(self, path, flags, mode=0o666):
+            if call == "open" and "s1" in path and flags & os.O_CREAT:
+                self.sweep()
+            return super().open(path, flags, mode)
+
+        def rename(self, source, target):
+            if call == "rename":
+                self.sweep()
+            super().rename(source, target)
+
+        def sweep(self):
+            if self.left:
+                self.left -= 1
+                shutil.rmtree(tmp_path / "root" / "s1")
+
+    (tmp_path / "root").mkdir()
+    store = LocalStore(tmp_path / "root", ops=Swept())
+    assert store.put("s1/attempt.json", b"mine")
+    assert store.get("s1/attempt.json") == b"mine"
+    store.ops.left = 9
+    with pytest.raises(StoreError, match="ENOENT"):
+        store.put("s1/more.json", b"mine")
