@@ -65,6 +65,10 @@ def is_agent(process: psutil.Process) -> bool:
         return False
 
 
+_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""For torchrun: ranks that are started again read what their predecessors wrote, and hang, unless each round has a store of its own."""
+
+
 class Child:
     """One process in its own session with its output in a file."""
 
@@ -82,7 +86,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.env},
+                env={**os.environ, **_ANEW, **self.env},
                 start_new_session=True,
             )
         return self
