@@ -75,7 +75,10 @@ class Unit:
         self.old: list[Child] = []  # of machines that were replaced
 
     def start(self) -> None:
-        """Start it (again)."""
+        """Start it (again). torch's own etcd handlers never open a closed rendezvous again: each start has an id of its own there."""
+        if {"--rdzv-backend=etcd", "--rdzv-backend=etcd-v2"} & set(self.child.argv):
+            at = next(n for n, arg in enumerate(self.child.argv) if arg.startswith("--rdzv-id="))
+            self.child.argv[at] = f"{self.child.argv[at].split('.')[0]}.{self.starts}"
         self.child.start()
         self.starts, self.down_since, self.started = self.starts + 1, 0.0, time.time()
 
