@@ -64,12 +64,12 @@ class Rubbish(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         due: when its directory may go (monotonic clock, seconds).
-        judged: the log has shown that its manifest can never be appended; else it goes only if it has none.
+        judged: tail of the log that has shown that its manifest can never be appended; without one it goes only if it has none.
     """
 
     job: Job
     due: float
-    judged: bool
+    judged: Entry | None = None
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

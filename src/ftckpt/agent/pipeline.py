@@ -26,6 +26,7 @@ from ftckpt.agent.slots import Slots
 from ftckpt.agent.small import intent_of
 from ftckpt.agent.work import Worker
 from ftckpt.domain.ledger import Entry
+from ftckpt.domain.retention import still_reaches
 from ftckpt.errors import FtckptError, NotFound
 from ftckpt.format.manifest import INTENT, MANIFEST, Intent, decode
 from ftckpt.link import messages as m
@@ -60,7 +61,7 @@ class Pipeline:
         self._persisting: Worker[tuple[Job, memoryview]] = Worker("persist", self._persist, desk)
         self._assemble = Assemble(store, log, desk, self.registry.names, self._durable, self._abandoned)
         self._assembling: Worker[Written] = Worker("assemble", self._assemble, desk)
-        self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=True))
+        self._commit = Commit(store, log, desk, lambda job: self._abandoned(job, judged=desk.tail))
         self._committing: Worker[Candidate | Rubbish] = Worker("commit", self._finish, desk, idle=self._sweep)
         retain = Retain(store.strict if isinstance(store, Exchange) else store, log, desk, lambda: self._retaining.waiting(), reuse)
         self._followed = retain.followed
@@ -167,7 +168,7 @@ class Pipeline:
     def _placed(self, job: Job, entry: Entry) -> None:
         self._retaining.put(Done(job.config, entry.index, time.monotonic()))
 
-    def _abandoned(self, job: Job, *, judged: bool = False) -> None:
+    def _abandoned(self, job: Job, *, judged: Entry | None = None) -> None:
         delay = 0.0 if job.config.group_world_size == 1 else REMOVE_AFTER_S
         self._committing.put(Rubbish(job=job, due=time.monotonic() + delay, judged=judged))
 
@@ -206,7 +207,12 @@ class Pipeline:
         with contextlib.suppress(NotFound):
             if decode(self._store.get(path), Intent, path) != intent_of(item.job):
                 return False
-        return item.judged or not self._store.exists(f"{item.job.directory}/{MANIFEST}")
+        if not self._store.exists(f"{item.job.directory}/{MANIFEST}"):
+            return True
+        if (then := item.judged) is None:
+            return False
+        found = self._log.entries(after=then.index - 1, limit=1, timeout=item.job.config.log_timeout_s)  # once more: it may have gone back
+        return still_reaches(found[0] if found else None, then.log, then.index)
 
     def _serve_later(self) -> None:
         if not self.server.url:

@@ -14,6 +14,7 @@ from ftckpt.agent.work import Worker
 from ftckpt.domain.names import generation_dir
 from ftckpt.errors import FtckptError, StoreError
 from ftckpt.flows.place import check_bound
+from ftckpt.format.manifest import MANIFEST
 
 logger = logging.getLogger("ftckpt.agent")
 
@@ -45,7 +46,7 @@ class Telling(Worker[str]):
                     check_bound(self._store.durable, self._job)
                     self._store.durable.put(path, data, if_absent=True)
                     if self._gone(location):
-                        self._store.durable.remove_tree(generation_dir(self._job, location))
+                        self._take_back(location)
                     return
             except StoreError as e:
                 self._store.outage.failed(e)
@@ -55,3 +56,9 @@ class Telling(Worker[str]):
             if self._stopping.wait(wait):
                 return
             wait = min(wait * 2, SLOWEST_RETRY_S)
+
+    def _take_back(self, location: str) -> None:
+        """Remove what the copy made anew. A directory with a manifest was not removed before, and a log that came back may name it: gc's."""
+        base = generation_dir(self._job, location)
+        if not self._store.durable.exists(f"{base}/{MANIFEST}"):
+            self._store.durable.remove_tree(base)

@@ -22,6 +22,7 @@ __all__ = [
     "Verdict",
     "parse_keep",
     "plan",
+    "still_reaches",
     "still_withdrawn",
 ]
 
@@ -138,6 +139,19 @@ def _held(index: int, tail: int, base: int, pins: Collection[int], readers: Coll
     return "being read" if index in readers else ""
 
 
+def still_reaches(following: Entry | None, log: str, index: int) -> bool:
+    """Whether a log still goes as far as when it showed that what lies behind it can never be appended.
+
+    One that was brought back from a backup may end before, and one that was rebuilt may take in what the other had refused.
+
+    Args:
+        following: the first entry from ``index`` on, as the log is now; None if there is none.
+        log: uuid of the log then.
+        index: of its tail then.
+    """
+    return following is not None and following.log == log and following.index >= index
+
+
 def still_withdrawn(following: Entry | None, log: str, index: int) -> bool:
     """Whether a log shows that a record which was withdrawn from it is still out of it, so that its directory may go.
 
@@ -148,4 +162,4 @@ def still_withdrawn(following: Entry | None, log: str, index: int) -> bool:
         log: uuid of the log that it was withdrawn from.
         index: of the record.
     """
-    return following is not None and following.log == log and following.index > index
+    return still_reaches(following, log, index + 1)

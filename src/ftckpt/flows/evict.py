@@ -5,13 +5,15 @@ It touches the first tier alone, and only what a mark of ours in it, or the log,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
-from ftckpt.errors import Damaged, FtckptError, NotFound
+from ftckpt.domain.retention import still_reaches, still_withdrawn
+from ftckpt.errors import FtckptError, NotFound
 from ftckpt.flows.referrers import referrers
 from ftckpt.flows.select import view
 from ftckpt.flows.verify import verify
@@ -20,6 +22,8 @@ from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import DURABLE, FIRST, TieredStore
 
 PLACED = "placed.json"
+
+Still = Callable[[], bool]  # looks once more, right before the removal: this process may have stood still since the first look
 
 
 class PlacedMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +39,7 @@ def evict(log: CommitLog, store: TieredStore, job: str, *, keep: int | None, sou
 
     A generation goes when it is not one of the ``keep`` newest of the log, nobody reads it, and the durable tier has it: noted in the
     log, and verified there (sizes, headers and small files) once per process. What had a record that was withdrawn goes, and so do
-    shards of this host for attempts that the log has passed without them.
+    shards of this host for attempts that the log has passed without them. Before each removal it looks once more whether that still holds.
 
     Args:
         keep: how many of the newest generations stay; None: all that have a record.
@@ -55,17 +59,22 @@ def evict(log: CommitLog, store: TieredStore, job: str, *, keep: int | None, sou
     if seen.state != "ok" or seen.damaged or seen.tail is None:
         return ()
     recorded = {e.location: e for e in seen.entries if e.kind == "generation"}
-    removed: list[str] = []
+    going: list[tuple[str, Still]] = []
     needed = {*recorded, *log.withdrawn().values(), *referrers(seen.entries)}  # the clean-up of both tiers removes what is withdrawn
     for text in names:
-        if text not in needed and _passed(log, store.first, job, text, seen.uuid, seen.tail):
-            removed.append(text)
+        if text not in needed and (still := _passed(log, store.first, job, text, seen.tail)) is not None:
+            going.append((text, still))
     here_too = [recorded[text] for text in names if text in recorded]
     for entry in here_too:
         _mark(store.first, job, entry, seen.uuid)
-    removed += [e.location for e in _spare(log, store, job, here_too, seen.entries, keep, sound)]
-    for text in removed:
+    for entry in _spare(log, store, job, here_too, seen.entries, keep, sound):
+        going.append((entry.location, partial(store.durable.exists, f"{generation_dir(job, entry.location)}/{MANIFEST}")))
+    removed: list[str] = []
+    for text, still in going:
+        if not still():
+            continue
         store.first.remove_tree(generation_dir(job, text))
+        removed.append(text)
         known = recorded.get(text)
         if known is not None and log.placements(known.index).get(FIRST, here) == here:
             log.displace(known.index, FIRST)
@@ -100,24 +109,29 @@ def _mark(first: BlobStore, job: str, entry: Entry, log: str) -> None:
         first.put(path, encode(PlacedMark(log=log, index=entry.index)), if_absent=True)
 
 
-def _passed(log: CommitLog, first: BlobStore, job: str, text: str, uuid: str, tail: Entry) -> bool:
-    """Whether a directory without record is provably done with."""
+def _passed(log: CommitLog, first: BlobStore, job: str, text: str, tail: Entry) -> Still | None:
+    """How to see that a directory without record is still done with, if it provably is."""
     base = generation_dir(job, text)
     try:
         mark = decode(first.get(f"{base}/{PLACED}"), PlacedMark, f"{base}/{PLACED}")
     except NotFound:
-        return _part(first, base, text, tail)
+        return partial(_reaches, log, tail) if _part(first, base, text, tail) else None
     except FtckptError:
-        return False
-    if mark.log != uuid or mark.index >= tail.index or log.readers(mark.index):
-        return False
-    try:
-        log.entry(mark.index)
-    except NotFound:
-        return True
-    except Damaged:
-        return False
-    return False
+        return None
+    if mark.log != tail.log or log.readers(mark.index):
+        return None
+    still = partial(_withdrawn, log, mark)
+    return still if still() else None
+
+
+def _withdrawn(log: CommitLog, mark: PlacedMark) -> bool:
+    found = log.entries(after=mark.index - 1, limit=1)
+    return still_withdrawn(found[0] if found else None, mark.log, mark.index)
+
+
+def _reaches(log: CommitLog, tail: Entry) -> bool:
+    found = log.entries(after=tail.index - 1, limit=1)
+    return still_reaches(found[0] if found else None, tail.log, tail.index)
 
 
 def _part(first: BlobStore, base: str, text: str, tail: Entry) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from ftckpt.domain.keep import Keep
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
-from ftckpt.domain.retention import still_withdrawn
+from ftckpt.domain.retention import still_reaches, still_withdrawn
 from ftckpt.errors import ConfigError, FtckptError, LogAmbiguous, LogError, NotFound, TailMoved
 from ftckpt.flows.gc_plan import GcPlan, Sound, make_plan
 from ftckpt.flows.leftovers import DOOMED, Mark
@@ -98,7 +98,7 @@ def collect(
 
 _MOVED = "the log went on meanwhile"
 _TOLD = "it was told to stop"
-_NEXT = "what is withdrawn and still there goes with the next clean-up"
+_NEXT = "what may go and is still there goes with the next clean-up"
 
 
 class _Work:
@@ -203,7 +203,7 @@ class _Work:
 
     def _remove(self, path: str, index: int) -> str:
         """Remove one directory, unless the log says by now that it stays; why nothing more may be removed, or empty."""
-        if index >= 0 and (stopped := self._back(index)):
+        if stopped := self._back(index) if index >= 0 else self._shorter():
             return stopped
         try:
             self._store.remove_tree(path)
@@ -224,6 +224,19 @@ class _Work:
         if still_withdrawn(found[0] if found else None, self._at.log, index):
             return ""
         return f"record #{index} was withdrawn, and is not any more: the log went back or was replaced meanwhile; nothing more was removed"
+
+    def _shorter(self) -> str:
+        """Why what never had a record may get one by now: the log that had passed it went back, or was rebuilt, since the plan was made."""
+        tail = self._at.tail
+        if tail < 0:
+            return ""
+        try:
+            found = self._log.entries(after=tail - 1, limit=1)
+        except FtckptError as e:
+            return f"{e.what}; {_NEXT}"
+        if still_reaches(found[0] if found else None, self._at.log, tail):
+            return ""
+        return f"the log had #{tail}, and has not any more: it went back or was replaced meanwhile; nothing more was removed"
 
     def _forget(self, index: int) -> None:
         if index >= 0:

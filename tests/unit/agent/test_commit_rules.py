@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from ftckpt.agent import commit as commit_module
 from ftckpt.agent.commit import Commit
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job
+from ftckpt.agent.pipeline import Pipeline
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory, genesis
@@ -280,3 +282,22 @@ def test_record_names_the_manifest_and_the_directory() -> None:
     data = bench.store.get(path)
     expected = record(msgspec.json.decode(data, type=Manifest), data, bench.candidate.job.name)
     assert (entry.manifest, entry.location) == (expected.manifest, expected.location)
+
+
+@pytest.mark.covers("I7", "I1")
+@pytest.mark.parametrize("how", ["as it was", "went back", "replaced"])
+def test_what_the_log_refused_is_removed_later_only_while_it_still_does(how: str, tmp_path: Path) -> None:
+    """The ranks of the group get time to read why; the log may come back from a backup, or be rebuilt, meanwhile."""
+    bench, at = Bench([], after(1)), after(2)
+    job = msgspec.structs.replace(bench.candidate.job, config=msgspec.structs.replace(CONFIG, group_world_size=2))
+    tail = bench.inner.append(other_entry(at.step, at.h), expect_tail=-1)
+    pipeline = Pipeline(job.config, bench.store, bench.inner, bench.desk, tmp_path / "journal")
+    pipeline._finish(msgspec.structs.replace(bench.candidate, job=job))
+    item = pipeline._committing._queue.get_nowait()
+    assert item is not None
+    if how == "went back":
+        bench.inner.store._values.clear()
+    elif how == "replaced":
+        bench.inner.adopt([tail])
+    pipeline._finish(msgspec.structs.replace(item[0], due=0.0))
+    assert bench.store.exists(f"{job.directory}/manifest.json") is (how != "as it was")

@@ -18,15 +18,17 @@ from ftckpt.agent.exchange import Exchange, Outage
 from ftckpt.agent.jobs import Candidate, Job, Written
 from ftckpt.agent.persist import receipt_path
 from ftckpt.agent.placing import Placing
+from ftckpt.agent.telling import Telling
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.names import cursor_file, member_id
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.format.manifest import CURSORS, Cursor, FileInfo, Manifest, Receipt, ShardInfo, encode
+from ftckpt.format.manifest import CURSORS, INTENT, MANIFEST, Cursor, FileInfo, Manifest, Receipt, ShardInfo, encode
 from ftckpt.format.plan import plan_image
 from ftckpt.format.shard import write_shard
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
 from ftckpt.stores.memory import MemoryStore
+from ftckpt.wiring.owner import Marker
 
 TABLE = plan_image([("w1", "float32", (4,), (0,), (4,))])
 
@@ -181,3 +183,16 @@ def test_attempts_are_removed_while_others_are_copied() -> None:
         for thread in threads:
             thread.join()
     assert placing._is_gone("gone")
+
+
+@pytest.mark.covers("I7", "I1")
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_small_file_that_came_too_late_takes_no_generation_with_it(whole: bool) -> None:
+    """Its removal may have failed in the durable tier, and a log that came back lists it."""
+    store, of, answers = Blinking(), job(1), iter([False, True])
+    store.durable.put("job/job.json", encode(Marker(job="job", log_kind="memory")))
+    store.first.put(f"{of.directory}/{INTENT}", b"{}")
+    if whole:
+        store.durable.put(f"{of.directory}/{MANIFEST}", b"{}")
+    Telling("job", store, Desk(lambda: None), lambda location: next(answers))._tell(f"{of.directory}/{INTENT}")
+    assert store.durable.listdir(of.directory) == ([INTENT, MANIFEST] if whole else [])

@@ -20,7 +20,7 @@ from ftckpt.flows.leftovers import DOOMED, Mark
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import choose
 from ftckpt.flows.verify import verify
-from ftckpt.format.manifest import INTENT, Intent, decode, encode
+from ftckpt.format.manifest import INTENT, Intent, Manifest, decode, encode
 from ftckpt.ports import BlobStore, ReplicaInfo
 from ftckpt.stores.local import LocalStore
 from ftckpt.stores.memory import MemoryStore
@@ -449,6 +449,31 @@ def test_a_directory_whose_record_came_back_stays(how: str, failed_before: bool,
         assert "#0 was withdrawn, and is not any more" in report.stopped
 
 
+@pytest.mark.covers("I7")
+@pytest.mark.parametrize("how", ["a backup", "a rebuild"])
+def test_an_attempt_that_the_log_had_passed_stays_when_the_log_goes_back(how: str, tmp_path: Path) -> None:
+    """The clean-up stood still between its plan and the directory."""
+    with world(tmp_path / "root", 5, 10) as w:
+        log = MemoryLog(JOB)
+        remark(w.store, JOB, log=log.url, uuid=log.adopt(w.log.entries()))
+        before = dict(log.store._values)
+        left = w.save(15, manifest=False)
+        w.save(20)
+        log.append(msgspec.structs.replace(w.entries[-1], log=""), expect_tail=1)
+
+        def planned() -> bool:
+            if how == "a backup":
+                log.store._values = dict(before)
+            else:
+                remark(w.store, JOB, log=log.url, uuid=log.adopt(w.log.entries()[:2]))
+            return True
+
+        report = collect(log, w.store, JOB, KeepLast(None), drain_s=0.1, going=planned)
+        assert [item.path for item in report.plan.rubbish] == [w.path(left)]
+        assert (report.removed, "the log had #2" in report.stopped) == ((), True)
+        assert left.location in directories(w)
+
+
 @pytest.mark.covers("I8", "I7")
 def test_a_log_that_went_back_deletes_nothing(tmp_path: Path) -> None:
     with world(tmp_path / "root", 5, 10, 15) as w:
@@ -465,24 +490,22 @@ def test_a_log_that_went_back_deletes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.covers("I7")
 @pytest.mark.parametrize("file", ["manifest.json", DOOMED])
-def test_what_the_store_fails_to_give_may_be_the_proof_that_the_log_went_back(
-    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_store_fails_to_give_may_be_the_proof_that_the_log_went_back(file: str, tmp_path: Path) -> None:
+    """It fails once: whoever passes over that finds nothing wrong any more, and removes."""
     with world(tmp_path / "root", 5, 10, 15) as w:
-        log, get = MemoryLog(JOB), w.store.get
+        log = MemoryLog(JOB)
         uuid = log.adopt(w.log.entries()[:2])
         remark(w.store, JOB, log=log.url, uuid=uuid)
         path = w.path(w.entries[2], file)
-
-        def failing(asked: str) -> bytes:
-            if asked == path:
-                raise StoreError(f"{asked}: input/output error")
-            return get(asked)
-
-        monkeypatch.setattr(w.store, "get", failing)
-        with pytest.raises(StoreError, match="input/output"):
-            collect(log, w.store, JOB, KeepLast(1), drain_s=0.1)
-        assert len(log.entries()) == 2
+        if file == DOOMED:
+            w.store.put(path, encode(Mark(log=uuid, index=2)))
+        else:
+            claims = decode(w.store.get(path), Manifest, path)
+            w.store.put(path, encode(msgspec.structs.replace(claims, log=uuid, known_tail=2)))
+        there = directories(w)
+        with pytest.raises(StoreError, match="could not get"):
+            collect(log, FaultyStore(w.store, Fault(op="get", path=path)), JOB, KeepLast(1), drain_s=0.1)
+        assert (len(log.entries()), directories(w)) == (2, there)
 
 
 @pytest.mark.covers("I8")

@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import genesis
@@ -362,3 +364,60 @@ def test_a_shard_of_the_state_that_the_log_begins_with_is_not_let_go_of_while_it
             two.store.first.put(f"{JOB}/generations/{name}/receipts/r00001.json", b"{}")
         assert evict(w.log, two.store, JOB, keep=None, sound=set()) == (names[1],)
         assert two.names(w.root) == [names[0]]
+
+
+class Standing(MemoryLog):
+    """A log in which something happens while who evicts stands still between its looks and the removals."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def placed(self, *, timeout: float | None = None) -> dict[int, dict[str, str]]:
+        found = super().placed(timeout=timeout)
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return found
+
+
+@pytest.mark.covers("I7", "I1")
+@pytest.mark.parametrize("how", ["a backup", "a rebuild"])
+def test_what_the_log_lists_again_when_the_first_tier_is_about_to_let_go_of_it_stays_there(how: str, two: Two) -> None:
+    two.place()
+    entries, log = two.w.log.entries(), Standing(JOB)
+    log.adopt(entries)
+    assert evict(log, two.store, JOB, keep=None, sound=set()) == ()  # marks what it has
+    for entry in entries:
+        log.place(entry.index, "durable", two.store.durable.url)
+    backup = dict(log.store._values)
+    log.withdraw(0, expect_tail=2)
+    log.forget(0, log=log.uuid())
+    log.meanwhile = (lambda: log.store._values.update(backup)) if how == "a backup" else (lambda: log.adopt(entries))
+    assert evict(log, two.store, JOB, keep=1, sound=set()) == (entries[1].location,)  # the durable tier has that one
+    assert two.names(two.w.root) == [entries[0].location, entries[2].location]
+
+
+@pytest.mark.covers("I7")
+def test_a_shard_that_the_log_had_passed_stays_when_the_log_goes_back(two: Two) -> None:
+    two.place()
+    log, part = Standing(JOB), f"s000000003-{'f' * 8}-00000001"
+    log.adopt(two.w.log.entries()[:2])
+    backup = dict(log.store._values)
+    log.append(msgspec.structs.replace(two.w.entries[2], log=""), expect_tail=1)
+    two.store.first.put(f"{JOB}/generations/{part}/receipts/r00001.json", b"{}")
+    log.meanwhile = lambda: (log.store._values.clear(), log.store._values.update(backup))
+    assert evict(log, two.store, JOB, keep=2, sound=set()) == ()
+    assert part in two.names(two.w.root)
+    log.meanwhile = None
+    log.append(msgspec.structs.replace(two.w.entries[2], log=""), expect_tail=1)
+    assert evict(log, two.store, JOB, keep=3, sound=set()) == (part,)
+
+
+@pytest.mark.covers("I7")
+def test_a_generation_that_left_the_durable_tier_since_it_verified_there_stays_in_the_first(two: Two) -> None:
+    two.place()
+    log, (oldest, *_) = Standing(JOB), two.w.entries
+    log.adopt(two.w.log.entries())
+    for entry in two.w.entries:
+        log.place(entry.index, "durable", two.store.durable.url)
+    log.meanwhile = lambda: two.store.durable.remove_tree(two.w.path(oldest))
+    assert evict(log, two.store, JOB, keep=2, sound={oldest.location}) == ()
+    assert two.sound(0)
