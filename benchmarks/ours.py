@@ -22,7 +22,7 @@ SETTLE = 2.0  # seconds between resume and the first save, as in any real job: t
 
 def _opened(folder: Path, job: str, **options: Any) -> Checkpointer:
     (folder / "root").mkdir(exist_ok=True)
-    return Checkpointer.open(job=job, root=folder / "root", policy=Never(), runtime_dir=str(folder / "run"), **options)
+    return Checkpointer.open(job=job, root=folder / "root", policy=Never(), runtime_dir=str(folder / "run"), keep=1, **options)
 
 
 @contextmanager

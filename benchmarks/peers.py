@@ -36,11 +36,12 @@ def torch_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     value = nested(*build(mb))
     path = folder / "state.pt"
     while True:
-        path.unlink(missing_ok=True)
         begun = time.perf_counter()
         torch.save(value, path)
         _fsync(path)
-        yield {"write": time.perf_counter() - begun}
+        taken = time.perf_counter() - begun
+        path.unlink()
+        yield {"write": taken}
 
 
 def safetensors_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
@@ -48,11 +49,12 @@ def safetensors_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     tensors = flat(*build(mb))
     path = folder / "state.safetensors"
     while True:
-        path.unlink(missing_ok=True)
         begun = time.perf_counter()
         save_file(tensors, path)
         _fsync(path)
-        yield {"write": time.perf_counter() - begun}
+        taken = time.perf_counter() - begun
+        path.unlink()
+        yield {"write": taken}
 
 
 def dcp_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
@@ -60,10 +62,11 @@ def dcp_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     value = nested(*build(mb))
     place = folder / "dcp"
     while True:
-        shutil.rmtree(place, ignore_errors=True)
         begun = time.perf_counter()
         dcp.save(value, checkpoint_id=place, no_dist=True)
-        yield {"write": time.perf_counter() - begun}
+        taken = time.perf_counter() - begun
+        shutil.rmtree(place)
+        yield {"write": taken}
 
 
 def dcp_async_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
@@ -71,12 +74,13 @@ def dcp_async_save(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     value = nested(*build(mb))
     place = folder / "dcp"
     while True:
-        shutil.rmtree(place, ignore_errors=True)
         begun = time.perf_counter()
         future: Any = dcp.async_save(value, checkpoint_id=place, no_dist=True)
         waited = time.perf_counter() - begun
         getattr(future, "upload_completion", future).result(timeout=PATIENCE)
-        yield {"wait": waited, "written": time.perf_counter() - begun}
+        written = time.perf_counter() - begun
+        shutil.rmtree(place)
+        yield {"wait": waited, "written": written}
 
 
 def dcp_async_loader(mb: int, folder: Path) -> Iterator[dict[str, float]]:

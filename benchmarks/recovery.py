@@ -1,6 +1,7 @@
 """A replica of a running job is killed and started again: from the kill to the first step that both made, in parts; with ours and on plain torchft.
 
-Two processes train with a real lighthouse; all of them read one monotonic clock. Run as a program this is one of the two.
+Two processes train with a real lighthouse; all of them read one monotonic clock. A round has a deadline, and what ends it early says which
+replica waited for what, and what both said last. Run as a program this is one of the two replicas; it ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60.0
+PATIENCE = 90.0  # for a round: less than a turn may take, so that the reason is told
+SAID = 8  # last lines of a replica's output that are shown with a reason
 PIECES = 24
 STEP_S = 0.05  # what a step's forward and backward take
 TIMEOUT = timedelta(seconds=30)
@@ -29,46 +30,53 @@ class _Replica:
     """One process and what it says, line by line."""
 
     def __init__(self, mode: str, name: str, lighthouse: str, mb: int, folder: Path) -> None:
+        self.name, self._log = name, folder / f"{name}.log"
         argv = [sys.executable, __file__, mode, name, lighthouse, str(mb), str(folder)]
-        self._errors = (folder / f"{name}.log").open("ab")
-        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=self._errors, text=True, start_new_session=True)
-        self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._log.open("ab") as errors:
+            self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self.said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        if self.process.stdout is None:
-            return
-        for line in self.process.stdout:
+        for line in self.process.stdout or ():
             if line.startswith("{"):
                 self.said.put(json.loads(line))
+        self.said.put(None)
 
-    def until(self, **wanted: object) -> list[dict[str, Any]]:
+    def until(self, end: float, **wanted: object) -> list[dict[str, Any]]:
         """What is said up to and including the first line with these values."""
         lines: list[dict[str, Any]] = []
-        end = time.monotonic() + PATIENCE
         while not lines or any(lines[-1].get(k) != v for k, v in wanted.items()):
             try:
-                lines.append(self.said.get(timeout=max(0.01, end - time.monotonic())))
+                line = self.said.get(timeout=max(0.01, end - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(f"{wanted} was not said; last: {lines[-3:]}") from None
+                raise TimeoutError(f"{self.name} did not say {wanted} in time, but {lines[-3:]}; {self.last()}") from None
+            if line is None:
+                raise RuntimeError(f"{self.name} ended with {self.process.wait(10)} before it said {wanted}; {self.last()}")
+            lines.append(line)
         return lines
+
+    def last(self) -> str:
+        """The end of its output."""
+        return "\n".join((f"{self.name} wrote at the end:", *self._log.read_text(errors="replace").splitlines()[-SAID:]))
 
     def drop(self) -> None:
         """Forget what was said."""
         with suppress(queue.Empty):
-            while True:
-                self.said.get_nowait()
+            while (line := self.said.get_nowait()) is not None:
+                del line
+            self.said.put(None)  # it has ended: for whoever waits next
 
     def kill(self) -> float:
         """SIGKILL; when."""
         at = time.monotonic()
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.process.wait(10)
-        self._errors.close()
         return at
 
 
 def _recover(mode: str, mb: int, folder: Path) -> Iterator[dict[str, float]]:
+    os.environ.setdefault("RUST_LOG", "warn")  # the lighthouse's lines about each quorum
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=500, quorum_tick_ms=50, heartbeat_timeout_ms=1500)
@@ -78,17 +86,17 @@ def _recover(mode: str, mb: int, folder: Path) -> Iterator[dict[str, float]]:
     other = _Replica(mode, "r1", address, mb, folder)
     try:
         while True:
+            end = time.monotonic() + PATIENCE
             survivor.drop()
-            survivor.until(event="step", committed=True, members=2)
-            for _ in range(5):
-                survivor.until(event="step", committed=True, members=2)
+            for _ in range(6):
+                survivor.until(end, event="step", committed=True, members=2)
             time.sleep(STEP_S / 2)  # in the middle of a step, whose quorum has been formed
             killed = other.kill()
             other = _Replica(mode, "r1", address, mb, folder)  # whoever watches it starts it again at once
-            healed = {line["event"]: line["at"] for line in other.until(event="applied")}
-            lines = survivor.until(event="step", committed=True, members=2)
+            healed = {line["event"]: line["at"] for line in other.until(end, event="applied")}
+            lines = survivor.until(end, event="step", committed=True, members=2)
             while lines[-1]["at"] < healed["applied"]:  # a step that was voted on just before the kill
-                lines += survivor.until(event="step", committed=True, members=2)
+                lines += survivor.until(end, event="step", committed=True, members=2)
             seen = next(x["at"] for x in lines if x["at"] > killed and (not x["committed"] or x["members"] < 2 or x is lines[-1]))
             waited = next(i for i, x in enumerate(lines) if x["at"] >= healed["fetched"])  # the survivor's step of the heal
             yield {
@@ -102,6 +110,9 @@ def _recover(mode: str, mb: int, folder: Path) -> Iterator[dict[str, float]]:
                 "stall": lines[waited]["at"] - lines[waited - 1]["at"] - STEP_S,
                 "rejoin": lines[-1]["at"] - healed["applied"],
             }
+    except (TimeoutError, RuntimeError):
+        print("\n".join(replica.last() for replica in (survivor, other)), file=sys.stderr)
+        raise
     finally:
         for replica in (survivor, other):
             replica.kill()
@@ -121,6 +132,12 @@ def plain(mb: int, folder: Path) -> Iterator[dict[str, float]]:
 # ---------------------------------------------------------------- one replica
 def _say(event: str, **more: object) -> None:
     print(json.dumps({"event": event, "at": time.monotonic(), **more}), flush=True)
+
+
+def _end_with_parent() -> None:
+    """Whoever started this process holds the other end of its input."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 def _timed(obj: Any, name: str, before: str, after: str) -> None:
@@ -227,7 +244,8 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHFT_LOG_LEVEL", "WARNING")
+    os.environ.setdefault("RUST_LOG", "warn")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     mode, name, lighthouse, mb, folder = sys.argv[1:]
     with ExitStack() as stack:
         {"ours": _ours, "plain": _plain}[mode](stack, name, lighthouse, int(mb), Path(folder))

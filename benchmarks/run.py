@@ -1,7 +1,8 @@
 """Runs benchmarks and prints our times beside the machine's limits and other checkpointers', as ratios; measures nothing itself.
 
 Every party (ours, a limit, a peer) is a process of its own. They take turns, round by round, so that all meet the same machine;
-what is printed is the median of the rounds. A party that cannot run leaves its cells empty and says why on stderr.
+what is printed is the median of the rounds. A party that cannot run leaves its cells empty and says why on stderr. SIGTERM and SIGINT end a run
+with what was measured so far; its files are removed and its processes ended then too.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import statistics
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from ending import Ended, adopt, folder, on_signals
 from rows import BENCHES, Row
 from turns import Worker
 
@@ -27,23 +28,31 @@ ROOT = Path(__file__).resolve().parents[1]
 Seconds = dict[str, float]  # "party.key" -> median seconds
 
 
-def measure(parties: Sequence[str], *, mb: int, rounds: int, folder: Path, console: Console) -> Seconds:
-    """Let the parties take turns and return the median of each of their figures.
+def measure(parties: Sequence[str], *, mb: int, rounds: int, folder: Path, console: Console) -> tuple[Seconds, str]:
+    """Let the parties take turns and return the median of each of their figures, and what ended them early, if anything did.
 
     Args:
         mb: size of the state, in units of 10**6 bytes.
         rounds: turns of each party, after one that does not count where the party itself says so.
     """
     samples: dict[str, list[float]] = {}
+    begun, now, ended = time.monotonic(), "", ""
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(Worker(party, mb=mb, folder=folder / party)) for party in parties]
-        for turn in range(rounds):
-            for worker in workers:
-                if console.is_terminal:
-                    console.print(f"[dim]{turn + 1}/{rounds} {worker.party:<40}[/]", end="\r")
-                for key, value in worker.turn().items():
-                    samples.setdefault(f"{worker.party}.{key}", []).append(value)
-    return {key: statistics.median(values) for key, values in samples.items()}
+        try:
+            workers = [stack.enter_context(Worker(party, mb=mb, folder=folder / party)) for party in parties]
+            for turn in range(rounds):
+                for worker in workers:
+                    now = f"round {turn + 1} of {rounds}, {worker.party}"
+                    if console.is_terminal:
+                        console.print(f"[dim]{now:<60}[/]", end="\r")
+                    for key, value in worker.turn().items():
+                        samples.setdefault(f"{worker.party}.{key}", []).append(value)
+                if not console.is_terminal:
+                    print(f"bench: round {turn + 1} of {rounds} done, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        except Ended as e:
+            ended = f"ended by {e} in {now or 'the beginning'}"
+            stack.pop_all()  # nobody waits for them: whoever is left is killed with the folder
+    return {key: statistics.median(values) for key, values in samples.items()}, ended
 
 
 def figures(row: Row, seconds: Seconds) -> dict[str, object]:
@@ -122,21 +131,27 @@ def main() -> int:
     if not out.is_terminal:
         out.width = 120
     args.dir.mkdir(parents=True, exist_ok=True)
+    on_signals()
+    adopt()
     written: list[dict[str, object]] = []
+    ended = ""
     for name in args.names or BENCHES:
         bench = BENCHES[name]
-        folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-", dir=args.dir))
-        try:
-            seconds = measure(bench.parties, mb=args.mb, rounds=args.rounds, folder=folder, console=console)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with folder(args.dir, name) as place:
+            seconds, ended = measure(bench.parties, mb=args.mb, rounds=args.rounds, folder=place, console=console)
         lines = [figures(row, seconds) for row in bench.rows]
-        show(out, f"{name}: {bench.title} ({args.mb} MB, medians of {args.rounds})", lines)
+        show(out, f"{name}: {bench.title} ({args.mb} MB, medians of {args.rounds}{f'; {ended}' if ended else ''})", lines)
         written += lines
+        if ended:
+            print(f"bench: {ended}; what is shown was measured before", file=sys.stderr)
+            break
     if args.json:
         args.json.write_text(json.dumps(written, indent=1) + "\n")
-    return 0
+    return 1 if ended else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Ended as e:
+        sys.exit(f"bench: ended by {e}")

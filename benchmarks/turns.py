@@ -7,6 +7,7 @@ goes to a file, and its end is shown when the child fails.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -14,12 +15,14 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
 TURN_SECONDS = 180.0
+ENDS = 30.0  # within which a party whose input is closed has ended
 SAID = 25  # last lines of a failed party's output that are shown
 
 Party = Callable[[int, Path], Iterator[dict[str, float]]]
@@ -50,32 +53,48 @@ class Worker:
         except BrokenPipeError:
             return self._give_up("has ended")
         if not select.select([self._process.stdout], [], [], TURN_SECONDS)[0]:
-            return self._give_up(f"did not answer within {TURN_SECONDS:.0f} s")
+            self._note_stacks()
+            return self._give_up(f"did not answer within {TURN_SECONDS:.0f} s", kill=True)
         line = self._process.stdout.readline()
         return json.loads(line) if line else self._give_up("has ended")
 
-    def _give_up(self, why: str) -> dict[str, float]:
-        self.__exit__()
+    def _note_stacks(self) -> None:
+        """Have it write where its threads are."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+
+    def _give_up(self, why: str, *, kill: bool = False) -> dict[str, float]:
+        (self.kill if kill else self.__exit__)()
         last = self._output.read_text(errors="replace").splitlines()[-SAID:]
         print("\n".join((f"bench: {self.party} {why}; its cells stay empty. It said at the end:", *last)), file=sys.stderr)
         return {}
 
-    def __exit__(self, *_: object) -> None:
+    def kill(self) -> None:
+        """End it at once, with what it started in its session."""
         process, self._process = self._process, None
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=ENDS)
+
+    def __exit__(self, *_: object) -> None:
+        process = self._process
         if process is None or process.stdin is None:
             return
         with contextlib.suppress(BrokenPipeError):  # it has ended by itself
             process.stdin.close()
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=ENDS)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own: this party and what it started
-            process.wait(timeout=30)
+            print(f"bench: {self.party} had not ended {ENDS:.0f} s after its last round, and was killed", file=sys.stderr)
+            self.kill()
+        self._process = None
 
 
 def _serve(party: Party, mb: int, folder: Path) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     rounds = party(mb, folder)
     try:
         for _ in sys.stdin:

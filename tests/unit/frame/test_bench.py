@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,74 @@ def test_a_party_that_fails_leaves_its_cells_empty_and_the_others_go_on(tmp_path
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout.strip() == "[({'x': 7.0}, {'x': 1.0}), ({'x': 7.0}, {}), ({'x': 7.0}, {})]"
     assert "OSError: broken" in result.stderr
+
+
+ENDLESS = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+def slow(mb, folder):
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True, stdin=subprocess.DEVNULL)
+    (folder / "state").write_bytes(b"x" * 1000)
+    yield {"x": 1.5}
+    Path(os.environ["SAID"]).write_text(f"{left.pid} {os.getpid()} {folder}")
+    time.sleep(300)
+    yield {"x": 9.0}
+"""
+ONLY = """
+import sys
+import time
+import rows, run
+from rows import Bench, Row
+run.BENCHES = {"endless": Bench("t", ("endless.slow",), (Row("n", "what", "endless.slow.x", 3.0, "limit", None),))}
+try:
+    sys.exit(run.main())
+except run.Ended as e:
+    sys.exit(str(e))
+"""
+
+
+def _endless(tmp_path: Path) -> tuple[subprocess.Popen[str], list[int], Path]:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    (tmp_path / "only.py").write_text(ONLY)
+    environment = {**os.environ, "PYTHONPATH": f"{BENCHMARKS}:{tmp_path}", "SAID": str(tmp_path / "said")}
+    command = [sys.executable, str(tmp_path / "only.py"), "--dir", str(tmp_path / "files"), "--rounds", "3"]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "said").exists() or not (tmp_path / "said").read_text():
+        if run.poll() is not None or time.monotonic() > deadline:
+            run.kill()
+            pytest.fail(f"the party did not begin: {run.communicate()}")
+        time.sleep(0.02)
+    *pids, folder = (tmp_path / "said").read_text().split()
+    return run, [int(pid) for pid in pids], Path(folder)
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_shows_what_it_has_and_leaves_neither_files_nor_processes(tmp_path: Path, by: signal.Signals) -> None:
+    run, pids, folder = _endless(tmp_path)
+    assert folder.is_relative_to(tmp_path / "files")
+    run.send_signal(by)
+    shown, said = run.communicate(timeout=60)
+    assert run.returncode == 1, said
+    assert "1.5000" in shown
+    assert f"ended by {by.name} in round 2 of 3, endless.slow" in said
+    assert not list((tmp_path / "files").iterdir())
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_files_of_a_run_that_was_killed_are_removed_by_the_next_and_no_others(tmp_path: Path) -> None:
+    run, pids, folder = _endless(tmp_path)
+    run.kill()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    run.communicate(timeout=60)
+    assert folder.exists()
+    foreign = tmp_path / "files" / "bench-of-somebody"
+    foreign.mkdir()
+    (tmp_path / "said").unlink()
+    again, _, other = _endless(tmp_path)
+    left = set((tmp_path / "files").iterdir())
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=60)
+    assert left == {foreign, other.parent}
