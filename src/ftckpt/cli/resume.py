@@ -12,7 +12,7 @@ from ftckpt.cli.verify import progress_bar
 from ftckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ftckpt.domain.sources import Choice, Request
+    from ftckpt.domain.choice import Choice, Request
     from ftckpt.flows.resume_token import ResumeToken
 
 
@@ -64,8 +64,8 @@ def resume(
 
 
 def _request(step: int | None, generation: str | None, fresh: bool) -> Request:
+    from ftckpt.domain.choice import AtIndex, AtLocation, AtStep, Fresh, Newest
     from ftckpt.domain.names import GenerationName
-    from ftckpt.domain.sources import AtIndex, AtLocation, AtStep, Fresh, Newest
 
     common.one_of(step=step, generation=generation, fresh=fresh)
     if fresh:

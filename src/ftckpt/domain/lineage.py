@@ -39,6 +39,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         manifest: sha256 of manifest.json.
         refers: directories of earlier generations whose files hold some of its tensors.
         via: indices of the generations that vouch for those files.
+        unread: the store failed, so that nothing is known of it; it may pass.
     """
 
     location: str
@@ -50,6 +51,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str = ""
     refers: tuple[str, ...] = ()
     via: tuple[int, ...] = ()
+    unread: bool = False
 
     @property
     def complete(self) -> bool:

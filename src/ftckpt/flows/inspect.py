@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ftckpt.domain.choice import Situation
+from ftckpt.domain.doubts import doubt
 from ftckpt.domain.ledger import Entry, Participant
 from ftckpt.domain.lineage import Found, LogView, lineage
-from ftckpt.domain.sources import Situation, doubt
 from ftckpt.errors import Damaged, NotFound, StoreError
 from ftckpt.flows.read import open_generation, read_manifest
 from ftckpt.flows.referrers import referrers
@@ -136,8 +137,8 @@ def all_entries(log: CommitLog) -> list[Entry]:
 
 
 def complete(store: BlobStore, job: str) -> list[str]:
-    """Directories that are complete by names and sizes, whatever the log says."""
-    return [f.location for f in scan(store, job) if f.complete]
+    """Directories that are complete by names and sizes, whatever the log says; also what cannot be looked at now: whoever reads it is told."""
+    return [f.location for f in scan(store, job) if f.complete or f.unread]
 
 
 def find(log: CommitLog, job: str, which: str | None, *, step: int | None = None) -> Entry:

@@ -15,7 +15,7 @@ import msgspec
 
 from ftckpt import config, wiring
 from ftckpt.domain.lineage import Found
-from ftckpt.errors import ConfigError, NotFound
+from ftckpt.errors import ConfigError, NotFound, StoreError
 from ftckpt.flows.inspect import find
 from ftckpt.flows.read import OpenGeneration, open_generation
 from ftckpt.flows.readers import reading
@@ -107,16 +107,27 @@ def _log(given: config.Settings, stack: ExitStack) -> CommitLog | None:
 
 
 def _without_log(store: BlobStore, job: str, step: int | None, generation: int | str | None) -> str:
-    """The newest complete directory, by names, sizes and manifests; incomplete ones are passed over."""
+    """The newest complete directory, by names, sizes and manifests; incomplete ones are passed over.
+
+    Raises:
+        NotFound: there is none. StoreError: the store fails to give one that may be it.
+    """
     if isinstance(generation, int):
         raise ConfigError(
             f"generation #{generation} is an index in the log, which is not asked", todo="name the directory, or give the log"
         )
     found = scan(store, job)
     complete = [f for f in found if f.complete]
-    hits = [f for f in complete if (step is None or f.step == step) and (generation is None or f.location == generation)]
-    if hits:
-        return max(hits, key=_newest).location
+    fit = [f for f in found if (step is None or f.step == step) and (generation is None or f.location == generation)]
+    hit = max((f for f in fit if f.complete), key=_newest, default=None)
+    hidden = next((f for f in fit if f.unread and (hit is None or f.step >= hit.step)), None)
+    if hidden is not None:
+        raise StoreError(
+            f"{hidden.location} of job {job!r} may be what was asked for: {hidden.why}",
+            todo="see that it can be read (permissions, mount, server), or name another one",
+        )
+    if hit is not None:
+        return hit.location
     have = ", ".join(f"{f.location} ({f.why or 'complete'})" for f in found[-20:])
     raise NotFound(
         f"root {store.url} has no complete generation of job {job!r}" + (" that fits" if complete else ""),

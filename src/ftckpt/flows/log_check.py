@@ -6,9 +6,10 @@ from typing import Literal
 
 import msgspec
 
+from ftckpt.domain.choice import Situation
+from ftckpt.domain.doubts import doubt
 from ftckpt.domain.ledger import Append, judge
 from ftckpt.domain.lineage import Found, LogView, adoptable
-from ftckpt.domain.sources import Situation, doubt
 from ftckpt.errors import LogUnreachable
 from ftckpt.flows.referrers import referrers
 from ftckpt.flows.scan import scan

@@ -6,7 +6,7 @@ import msgspec
 
 from ftckpt.domain.ledger import Append, Entry, judge
 from ftckpt.domain.lineage import Found, chain_to
-from ftckpt.errors import Damaged, LogError, NotFound
+from ftckpt.errors import Damaged, LogError, NotFound, StoreError
 from ftckpt.flows.read import read_manifest
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import view
@@ -46,9 +46,13 @@ def plan_rebuild(
         full: verify every byte, not only sizes, headers and small files.
 
     Raises:
-        NotFound: the root has no generation that can be taken in. StoreError: the root cannot be listed.
+        NotFound: the root has no generation that can be taken in. StoreError: the root cannot be listed, or the store fails to give a
+            generation: the new log would be without it for good.
     """
     found = scan(store, job)
+    for f in found:
+        if f.unread:
+            raise _unread(store, f.location, f.why)
     left_out = {f.location: f.why for f in found if not f.complete}
     sound: list[Found] = []
     for f in found:
@@ -57,6 +61,8 @@ def plan_rebuild(
         fault = verify(store, job, f.location, full=full, progress=progress).fault
         if fault is None:
             sound.append(f)
+        elif fault.unread:
+            raise _unread(store, f.location, f"{fault.part}: {fault.reason}")
         else:
             left_out[f.location] = f"{fault.part}: {fault.reason}"
     if tip is not None and tip not in {f.location for f in sound}:
@@ -76,6 +82,14 @@ def plan_rebuild(
     lost = tuple(f"#{e.index} step {e.step} ({e.location}): {left_out.get(e.location, 'its directory is not in the root')}"
                  for e in seen.entries if e.kind == "generation" and e.location not in kept)  # fmt: skip
     return RebuildPlan(job=job, entries=entries, left_out=tuple(sorted(left_out.items())), replaces=len(seen.entries), lost=lost)
+
+
+def _unread(store: BlobStore, location: str, why: str) -> StoreError:
+    return StoreError(
+        f"{location} cannot be read: {why}",
+        now="nothing was changed",
+        todo=f"see that it can be read (permissions, mount, server); to leave it out of the new log move it out of {store.url}",
+    )
 
 
 def rebuild(log: CommitLog, store: BlobStore, plan: RebuildPlan) -> str:

@@ -10,8 +10,8 @@ import secrets
 
 import msgspec
 
+from ftckpt.domain.choice import AtLocation, Choice, Fresh, Newest, Request
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.sources import AtLocation, Choice, Fresh, Newest, Request
 from ftckpt.errors import ConfigError
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ftckpt.domain.lineage import Found
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir, shard_file
 from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
@@ -10,21 +12,36 @@ from ftckpt.ports import BlobStore
 from ftckpt.stores.tiered import tiers_of
 
 
-def scan(store: BlobStore, job: str) -> tuple[Found, ...]:
+def scan(store: BlobStore, job: str, *, without: Collection[str] = ()) -> tuple[Found, ...]:
     """All generation directories of a job, by step; whatever else lies there is not ours and is passed over.
+
+    Args:
+        without: names of directories that are not looked at.
 
     Raises:
         StoreError: the root cannot be listed.
     """
-    names = [name for text in store.listdir(generations_dir(job)) if (name := GenerationName.parse(text)) is not None]
-    return tuple(look(store, job, name) for name in sorted(names))
+    there = (text for text in store.listdir(generations_dir(job)) if text not in without)
+    names = [name for text in there if (name := GenerationName.parse(text)) is not None]
+    return tuple(_looked(store, job, name) for name in sorted(names))
+
+
+def _looked(store: BlobStore, job: str, name: GenerationName) -> Found:
+    try:
+        return look(store, job, name)
+    except StoreError as e:
+        return Found(location=str(name), step=name.step, why=f"it cannot be read now: {e.what}", unread=True)
 
 
 def look(store: BlobStore, job: str, name: GenerationName) -> Found:
-    """One generation directory: complete by names and sizes, or why not; with tiers in one of them, else in both together."""
+    """One generation directory: complete by names and sizes, or why not; with tiers in one of them, else in both together.
+
+    Raises:
+        StoreError: the store fails to give it, so that nothing is known of it.
+    """
     tiers = tiers_of(store)
     if len(tiers) > 1:
-        found = next((f for _, tier in tiers if (f := look(tier, job, name)).complete), None)
+        found = next((f for _, tier in tiers if (f := _looked(tier, job, name)).complete), None)
         if found is not None:
             return found
     location = str(name)
@@ -35,7 +52,7 @@ def look(store: BlobStore, job: str, name: GenerationName) -> Found:
             return Found(location=location, step=name.step, why=_unfinished(store, base, sizes))
         data = store.get(f"{base}/{MANIFEST}")
         manifest = decode(data, Manifest, f"{location}/{MANIFEST}")
-    except (Damaged, NotFound, StoreError, ConfigError) as e:
+    except (Damaged, NotFound, ConfigError) as e:
         return Found(location=location, step=name.step, why=e.what)
     return Found(
         location=location,

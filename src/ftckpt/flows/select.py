@@ -12,9 +12,11 @@ from typing import Literal
 
 import msgspec
 
+from ftckpt.domain.choice import Choice, Fault, Newest, Probe, Refusal, Request, Situation
+from ftckpt.domain.doubts import unseen
 from ftckpt.domain.ledger import Append, Entry, judge, own_entry
 from ftckpt.domain.lineage import Found, LogView, adoptable, chain_to, vouched
-from ftckpt.domain.sources import Choice, Fault, Newest, Probe, Refusal, Request, Situation, decide
+from ftckpt.domain.sources import decide
 from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, LogUnreachable, StoreError, TailMoved, Withdrawn
 from ftckpt.flows.place import bring, check_bound
 from ftckpt.flows.read import read_manifest
@@ -57,11 +59,13 @@ def view(log: CommitLog, *, timeout: float | None = None) -> LogView:
 def look(log: CommitLog, store: BlobStore, job: str, *, timeout: float | None = None) -> Situation:
     """What a choice is made from. The log is read before the root, so that a generation seen in the log is there.
 
+    Only directories that it does not list are looked at: of the others the log says what they are, and ``verify`` whether they are that.
+
     Raises:
         StoreError: the root cannot be listed.
     """
     seen = view(log, timeout=timeout)
-    found = scan(store, job)
+    found = scan(store, job, without={e.location for e in seen.entries})
     last = seen.tail.index if seen.tail is not None else -1
     if seen.state == "ok" and any(f.log == seen.uuid and f.known_tail > last for f in found):
         seen = view(log, timeout=timeout)  # the job may have gone on between the two looks
@@ -115,7 +119,7 @@ def choose(
 
     overtaken = 0
     for _ in range(ROUNDS):
-        at = look(log, at_hand, job, timeout=timeout)
+        at = _looked(log, at_hand, job, pauses, pass_unread, timeout)
         choice = (
             _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)
         )
@@ -126,10 +130,20 @@ def choose(
         overtaken += not adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
         if overtaken >= OVERTAKEN:
             break
-    at = _recorded(look(log, at_hand, job, timeout=timeout))
+    at = _recorded(_looked(log, at_hand, job, pauses, pass_unread, timeout))
     if at.log.tail is None:
         raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
     return _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)
+
+
+def _looked(log: CommitLog, store: BlobStore, job: str, pauses: list[float], pass_unread: bool, timeout: float | None) -> Situation:
+    """The same again as long as the store fails to give what may be newer than the tail, until all pauses are used up."""
+    at = look(log, store, job, timeout=timeout)
+    while (hidden := unseen(at)) and not pass_unread and pauses:
+        logger.warning("%s: %s; trying again in %g s", hidden[0].location, hidden[0].why, pauses[0])
+        time.sleep(pauses.pop(0))
+        at = look(log, store, job, timeout=timeout)
+    return msgspec.structs.replace(at, found=tuple(f for f in at.found if f not in hidden)) if pass_unread else at
 
 
 def _recorded(at: Situation) -> Situation:

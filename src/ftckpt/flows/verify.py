@@ -7,8 +7,8 @@ from functools import partial
 
 import msgspec
 
+from ftckpt.domain.choice import Fault
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.sources import Fault
 from ftckpt.errors import Damaged, NotFound, StoreError
 from ftckpt.flows.holders import Referring
 from ftckpt.flows.read import open_shard, read_manifest, read_small

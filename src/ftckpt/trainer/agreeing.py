@@ -8,8 +8,8 @@ from typing import Self
 import msgspec
 
 from ftckpt import errors
+from ftckpt.domain.choice import Choice
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.sources import Choice
 from ftckpt.errors import FtckptError, TailMoved
 from ftckpt.trainer.group import Group
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 import msgspec
 
+from ftckpt.domain.choice import Choice, Fault, Newest, Request
 from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.ledger import Entry, own_entry
 from ftckpt.domain.names import attempt_id
-from ftckpt.domain.sources import Choice, Fault, Newest, Request
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, StoreError, TailMoved
 from ftckpt.flows.readers import reading

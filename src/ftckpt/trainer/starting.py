@@ -10,7 +10,7 @@ from typing import SupportsIndex
 
 import msgspec
 
-from ftckpt.domain.sources import AtIndex, AtLocation, AtStep, Choice, Fresh, Newest, Request
+from ftckpt.domain.choice import AtIndex, AtLocation, AtStep, Choice, Fresh, Newest, Request
 from ftckpt.errors import ConfigError, NotFound
 from ftckpt.flows import resume_token
 from ftckpt.trainer.events import Events, Resumed, Resuming, WarmStarted

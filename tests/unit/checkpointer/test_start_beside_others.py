@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ftckpt.commitlog.memory import MemoryLog, MemoryStore
+from ftckpt.domain.choice import Newest
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.sources import Newest
 from ftckpt.errors import Damaged, NothingLoadable, StoreError, TailMoved
 from ftckpt.flows import select
 from ftckpt.format.manifest import MANIFEST

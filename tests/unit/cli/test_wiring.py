@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ftckpt.config import load
-from ftckpt.domain.sources import Fresh
+from ftckpt.domain.choice import Fresh
 from ftckpt.domain.trajectory import genesis
 from ftckpt.errors import ConfigError, Damaged, NotFound, ProgressExists, StoreError
 from ftckpt.flows.select import choose

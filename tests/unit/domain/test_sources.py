@@ -10,23 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt import errors
+from ftckpt.domain.choice import AtIndex, AtLocation, AtStep, Choice, Fault, Fresh, Newest, Probe, Refusal, Request, Situation
+from ftckpt.domain.doubts import doubt
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.lineage import Found, LogView, adoptable, chain_to, lineage
-from ftckpt.domain.sources import (
-    AtIndex,
-    AtLocation,
-    AtStep,
-    Choice,
-    Fault,
-    Fresh,
-    Newest,
-    Probe,
-    Refusal,
-    Request,
-    Situation,
-    decide,
-    doubt,
-)
+from ftckpt.domain.sources import decide
 from ftckpt.domain.trajectory import Trajectory, genesis
 
 LOG = "log-1"

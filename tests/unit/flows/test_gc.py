@@ -508,6 +508,19 @@ def test_what_the_store_fails_to_give_may_be_the_proof_that_the_log_went_back(fi
         assert (len(log.entries()), directories(w)) == (2, there)
 
 
+@pytest.mark.covers("I7")
+def test_a_complete_generation_without_record_that_cannot_be_looked_at_is_not_taken_for_an_incomplete_one(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5) as w:
+        never = w.save(10, commit=False)
+        w.save(15, after=w.states[0], seed="another")
+        assert gc(w).removed == (w.path(w.entries[0]),)  # not the one that only --orphans takes
+        there = directories(w)
+        failing = FaultyStore(w.store, Fault(op="files", path=w.path(never), times=0))
+        with pytest.raises(StoreError, match="could not"):
+            collect(w.log, failing, JOB, KeepLast(1), drain_s=0.1)
+        assert directories(w) == there
+
+
 @pytest.mark.covers("I8")
 def test_another_log_or_a_silent_one_deletes_nothing(tmp_path: Path) -> None:
     with world(tmp_path / "root", 5, 10, 15) as w:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import NotFound, ProgressExists
+from ftckpt.errors import NotFound, ProgressExists, StoreError
 from ftckpt.flows.log_check import LogCheck, log_check
 from ftckpt.flows.log_rebuild import plan_rebuild, rebuild
 from ftckpt.flows.select import choose
+from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.testing.generations import flip, open_entry, shorten, walk, write_generation
 from ftckpt.wiring import claim_root, read_marker
 from unit.flows.flowkit import JOB, World, tensors, world
@@ -167,3 +168,13 @@ def test_a_generation_whose_writer_knew_no_log_is_taken_in_by_a_rebuild_alone(tm
         assert any("its writer knew no log yet" in f.text for f in log_check(w.log, w.store, JOB).findings)
         rebuild(w.log, w.store, plan_rebuild(w.log, w.store, JOB))
         assert choose(w.log, w.store, JOB).step == 5
+
+
+@pytest.mark.covers("I7", "I14")
+@pytest.mark.parametrize("part", ["", "manifest.json", "shard-00001-of-00002.safetensors"])
+def test_a_log_is_not_made_anew_without_what_the_store_fails_to_give(part: str, tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        op = "*" if part else "files"
+        failing = FaultyStore(w.store, Fault(op=op, path=w.path(w.entries[-1], part), times=0))
+        with pytest.raises(StoreError, match=f"{w.entries[-1].location} cannot be read"):
+            plan_rebuild(w.log, failing, JOB)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.domain.sources import AtLocation, AtStep, Fresh, Newest
+from ftckpt.domain.choice import AtLocation, AtStep, Fresh, Newest
 from ftckpt.errors import ConfigError
 from ftckpt.flows import resume_token
 from ftckpt.flows.select import choose

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from ftckpt.commitlog.memory import MemoryLog
+from ftckpt.domain.choice import AtLocation, AtStep, Findings, Fresh
+from ftckpt.domain.choice import Fault as FoundFault
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.sources import AtLocation, AtStep, Findings, Fresh
-from ftckpt.domain.sources import Fault as FoundFault
 from ftckpt.errors import FtckptError, LogRegressed, LogUnreachable, NotFound, NothingLoadable, ProgressExists, StoreError
+from ftckpt.flows import locate
 from ftckpt.flows.scan import scan
 from ftckpt.flows.select import choose
-from ftckpt.ports import CommitLog
+from ftckpt.ports import BlobInfo, CommitLog
 from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.testing.generations import flip, shorten, walk, write_generation
 from ftckpt.wiring import open_log
@@ -88,6 +91,60 @@ def test_a_store_that_goes_on_failing_is_no_damage_and_no_older_generation_is_ta
         assert choose(w.log, failing, JOB, AtStep(5)).step == 5
         healing = choose(w.log, failing, JOB, pass_unread=True)
         assert (healing.step, healing.opens, healing.rejected[0].part) == (5, True, part)
+
+
+@pytest.mark.covers("F25", "I6", "I7")
+@pytest.mark.parametrize("op", ["files", "get"])
+def test_a_finished_generation_that_the_store_fails_to_give_is_waited_for_and_not_left_behind(
+    op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftckpt.flows.select.UNREAD_PAUSES_S", (0.01, 0.01))
+    with world(tmp_path / "root", 5) as w:
+        made = w.save(10, commit=False)
+        path = w.path(made, "manifest.json") if op == "get" else w.path(made)
+        failing = FaultyStore(w.store, Fault(op=op, path=path, times=0))
+        with pytest.raises(StoreError, match="may be newer than all that the log has") as e:
+            choose(w.log, failing, JOB, adopt=True)
+        assert made.location in e.value.what
+        healing = choose(w.log, failing, JOB, adopt=True, pass_unread=True)
+        assert (healing.step, healing.opens) == (5, False)
+        assert choose(w.log, FaultyStore(w.store, Fault(op=op, path=path, times=2)), JOB, adopt=True).step == 10
+        recorded = w.path(w.entries[0])
+        assert choose(w.log, FaultyStore(w.store, Fault(op="files", path=recorded, times=1)), JOB).step == 10  # nobody needs that one
+
+
+@pytest.mark.covers("I8", "I14")
+def test_what_cannot_be_read_beside_an_empty_log_is_no_reason_to_begin_at_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftckpt.flows.select.UNREAD_PAUSES_S", ())
+    with world(tmp_path / "root", 5) as w:
+        failing = FaultyStore(w.store, Fault(op="files", path=w.path(w.entries[0]), times=0))
+        with pytest.raises(StoreError, match="cannot be read") as e:
+            choose(MemoryLog(JOB), failing, JOB)
+        assert "fresh" not in str(e.value)
+
+
+@pytest.mark.covers("I9", "I14")
+def test_without_a_log_an_older_one_is_not_given_for_a_newer_one_that_cannot_be_read(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10) as w:
+        failing = FaultyStore(w.store, Fault(op="files", path=w.path(w.entries[1]), times=0))
+        with pytest.raises(StoreError, match=w.entries[1].location):
+            locate._without_log(failing, JOB, None, None)
+        assert locate._without_log(failing, JOB, 5, None) == w.entries[0].location
+
+
+@pytest.mark.covers("I11")
+def test_a_start_looks_only_at_directories_that_the_log_does_not_list(tmp_path: Path) -> None:
+    with world(tmp_path / "root", *range(5, 55, 5)) as w:
+        unfinished, looked = w.save(60, manifest=False), set[str]()
+
+        class Looking(FaultyStore):
+            def files(self, prefix: str = "") -> Iterator[BlobInfo]:
+                looked.add(prefix.rpartition("/")[2])
+                return super().files(prefix)
+
+        assert choose(w.log, Looking(w.store), JOB).step == 50
+        assert looked <= {unfinished.location, w.entries[-2].location}  # unfinished, and what is verified to be taken
+        assert unfinished.location in looked
 
 
 @pytest.mark.covers("I13", "F65")

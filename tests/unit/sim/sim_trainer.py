@@ -16,9 +16,9 @@ from sim_judge import ROOT, Recorded
 from sim_spaces import Condition, Event
 from sim_threads import Process, sched
 
+from ftckpt.domain.choice import Newest, Request
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id, member_id
-from ftckpt.domain.sources import Newest, Request
 from ftckpt.errors import AgentError, Damaged, DeadlineExceeded, Diverged, FtckptError, SaveFailed
 from ftckpt.flows import resume_token
 from ftckpt.flows.read import open_generation

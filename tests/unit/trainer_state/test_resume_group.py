@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.config import load
-from ftckpt.domain.sources import Newest
+from ftckpt.domain.choice import Newest
 from ftckpt.errors import ConfigError, StoreError
 from ftckpt.format.manifest import MANIFEST, Manifest, decode
 from ftckpt.stores.memory import MemoryStore
