@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ftckpt.errors import ConfigError, Damaged, NotFound
 from ftckpt.ports import BlobInfo
-from ftckpt.stores.localfiles import Draft, LocalWriter, occupied, once_more_if_stale
+from ftckpt.stores.localfiles import Draft, LocalWriter, occupied, once_more_if_stale, once_more_if_swept
 from ftckpt.stores.localreader import LocalReader, read_full
 from ftckpt.stores.paths import TRASH, check_path, hidden
 from ftckpt.stores.posix import PosixOps, mapped
@@ -45,12 +45,7 @@ class LocalStore:
         """Store a small file atomically and durably; see ``BlobStore.put``."""
         target = self._target(path)
         with mapped("write", target, "what was there before is unchanged"):
-            try:
-                return self._put(target, data, if_absent)
-            except FileNotFoundError:
-                if self._kind(os.path.dirname(target)) is not None:
-                    raise
-            return self._put(target, data, if_absent)  # a clean-up took the directory, still empty, away between making and using it
+            return once_more_if_swept(self.ops, os.path.dirname(target), lambda: self._put(target, data, if_absent))
 
     def _put(self, target: str, data: bytes, if_absent: bool) -> bool:
         directory = os.path.dirname(target)

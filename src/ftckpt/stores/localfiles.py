@@ -175,19 +175,22 @@ class LocalWriter:
 
     def __enter__(self) -> Self:
         with mapped("write", self._target, "nothing is visible under that name"):
-            self._prepare(self._directory)
-            draft = Draft(self._ops, self._directory)
-            try:
-                draft.open()
-                if self._size:
-                    draft.allocate(self._size)
-                if self._direct:
-                    self._direct_fd = self._open_direct(draft.path)
-            except BaseException:
-                draft.discard()
-                raise
-            self._draft = draft
+            self._draft = once_more_if_swept(self._ops, self._directory, self._open)
         return self
+
+    def _open(self) -> Draft:
+        self._prepare(self._directory)
+        draft = Draft(self._ops, self._directory)
+        try:
+            draft.open()
+            if self._size:
+                draft.allocate(self._size)
+            if self._direct:
+                self._direct_fd = self._open_direct(draft.path)
+        except BaseException:
+            draft.discard()
+            raise
+        return draft
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._direct_fd >= 0:
@@ -259,6 +262,24 @@ def once_more_if_stale(action: Callable[[], T]) -> T:
         if e.errno != errno.ESTALE:
             raise
     return action()
+
+
+def once_more_if_swept(ops: PosixOps, directory: str, action: Callable[[], T]) -> T:
+    """Make a directory and something in it, once more if a clean-up took it away, still empty, between the two."""
+    try:
+        return action()
+    except FileNotFoundError:
+        if _is_there(ops, directory):
+            raise
+    return action()
+
+
+def _is_there(ops: PosixOps, path: str) -> bool:
+    try:
+        ops.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def occupied(target: str) -> StoreError:

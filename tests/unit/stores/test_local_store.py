@@ -404,3 +404,39 @@ def test_a_directory_that_a_clean_up_takes_away_while_it_is_empty_is_made_again(
     store.ops.left = 9
     with pytest.raises(StoreError, match="ENOENT"):
         store.put("s1/more.json", b"mine")
+
+
+@pytest.mark.covers("I7", "F7")
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_large_file_finds_its_directory_again_that_a_clean_up_took_away_while_it_was_empty(tmp_path, nth):
+    class Swept(PosixOps):
+        opened, left = 0, 1
+
+        def open(self, path, flags, mode=0o666):
+            if "s1/" in path:
+                self.opened += 1
+            if self.left and self.opened == nth:
+                self.left -= 1
+                shutil.rmtree(tmp_path / "root" / "s1")
+            return super().open(path, flags, mode)
+
+    (tmp_path / "root").mkdir()
+    store = LocalStore(tmp_path / "root", ops=Swept())
+    with store.writer("s1/shard", 8192) as writer:
+        writer.write_at(0, bytes(8192))
+        writer.commit()
+    assert store.get("s1/shard") == bytes(8192)
+    assert store.leftovers("s1") == []
+    store.ops.left, store.ops.opened = 9, nth - 1
+    with pytest.raises(StoreError, match="ENOENT"), store.writer("s1/more", 8192):
+        pass
+
+
+@pytest.mark.covers("F7")
+def test_what_is_missing_in_a_directory_that_is_there_is_not_tried_again(tmp_path):
+    (tmp_path / "root").mkdir()
+    ops = RecordingOps(Fault(op="open", path="*/s1/.*", code=errno.ENOENT, times=0))
+    store = LocalStore(tmp_path / "root", ops=ops)
+    with pytest.raises(StoreError, match="ENOENT"), store.writer("s1/shard", 1):
+        pass
+    assert len([c for c in ops.calls if c.op == "open" and "/s1/." in c.path]) == 1
