@@ -229,7 +229,10 @@ class CommitLog(Protocol):
         """Start a new, empty log under a new UUID with these entries (``ftckpt log rebuild``). Returns the UUID."""
 
     def hold_back(self, when: Callable[[], bool]) -> None:
-        """From now on ask before anything but ``append`` and ``adopt`` begins a log that was never written; True: LogRegressed instead."""
+        """From now on ask before anything but ``append`` and ``adopt`` begins a log that was never written; True: LogRegressed instead.
+
+        What ``when`` raises is a LogError of that call, with its cause.
+        """
 
     def watch(self, on_tail: Callable[[Entry], None]) -> Watch:
         """Call back on a thread of the log's own whenever the tail moves. An accelerator only: poll ``tail`` as well."""

@@ -16,7 +16,7 @@ from ftckpt.agent.work import surfacing
 from ftckpt.domain.ledger import Entry, standing
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import FtckptError, LogRegressed
+from ftckpt.errors import FtckptError, LogAmbiguous, LogRegressed, LogUnreachable
 from ftckpt.flows.rivals import STANDING, TAIL, split_brain
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
@@ -192,12 +192,14 @@ class Registry:
         logger.warning("registry: %s", error)
         if not self._down:
             self._down = True
-            self._desk.warn("log", f"the commit log does not answer; training goes on: {error.what}")
+            silent = isinstance(error, LogUnreachable | LogAmbiguous)
+            what = "the commit log does not answer" if silent else "this replica and its events are not shown in the commit log"
+            self._desk.warn("log", f"{what}; training goes on: {error.what}{'' if silent or not error.todo else f'. To do: {error.todo}'}")
 
     def _recovered(self) -> None:
         if self._down:
             self._down = False
-            self._desk.warn("log", "the commit log answers again")
+            self._desk.warn("log", "the commit log is read and written again")
 
     def _leave(self) -> None:
         try:

@@ -37,7 +37,7 @@ from ftckpt.commitlog.keyvalue import (
     Put,
 )
 from ftckpt.domain.names import check_name
-from ftckpt.errors import ConfigError, LogRegressed
+from ftckpt.errors import ConfigError, FtckptError, LogError, LogRegressed
 
 PAGE = 256  # values read at once: at 8 KiB each well below what one answer may carry
 
@@ -124,13 +124,14 @@ class Session:
 
         Raises:
             LogRegressed: there is none, and what asks for one would hide that it was lost, or that this is not the right log.
+            LogError: whether it would cannot be told.
         """
         log = self._log or self._identity(deadline)
         while True:
             if not log:
                 if not create:
                     return None
-                if self._held_back():
+                if self._is_held_back():
                     raise LogRegressed(
                         f"commit log {self.url} has nothing of job {self.job!r}, but its root has generations of another log",
                         now="nothing was written to it",
@@ -148,6 +149,16 @@ class Session:
             if outcome.done or outcome.text(0) == log:
                 return outcome
             self._log = log = outcome.text(0)
+
+    def _is_held_back(self) -> bool:
+        try:
+            return self._held_back()
+        except FtckptError as e:
+            raise LogError(
+                f"commit log {self.url} has nothing of job {self.job!r}, and whether it should cannot be told: {e.what}",
+                now="nothing was written to it",
+                todo=e.todo or "see that the root can be read",
+            ) from e
 
     def _found(self, deadline: Deadline) -> str:
         """Give the log its identity, unless another did so first; the identity."""

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ftckpt.commitlog.base import KeyValueLog
 from ftckpt.domain.ledger import Entry, Participant
-from ftckpt.errors import ConfigError, Damaged, LogError, LogRegressed, NotFound, TailMoved, Withdrawn
+from ftckpt.errors import ConfigError, Damaged, LogError, LogRegressed, NotFound, StoreError, TailMoved, Withdrawn
 from ftckpt.ports import Event
 from ftckpt.testing.log_world import World, commit, dense, eventually, fill, generation, replica
 from ftckpt.testing.store_conformance import ConformanceError, expect, expect_error
@@ -362,6 +362,12 @@ def what_is_held_back_begins_no_log(world: World) -> None:
     expect_error(LogRegressed, "an announcement", lambda: log.announce(replica("a"), ttl=60))
     expect_error(LogRegressed, "an event", lambda: log.emit(Event(time=1.0, replica="a", kind="x", text="")))
     expect_error(LogRegressed, "the secret", lambda: log.secret(b"x" * 32))
+
+    def unknown() -> bool:
+        raise StoreError("the root does not answer")
+
+    log.hold_back(unknown)
+    expect_error(LogError, "an event while that cannot be told", lambda: log.emit(Event(time=1.0, replica="a", kind="x", text="")))
     expect(world.open(world.job).uuid(), "", "identity afterwards")
     begun = log.append(generation(1), expect_tail=-1)
     log.emit(Event(time=1.0, replica="a", kind="x", text=""))
