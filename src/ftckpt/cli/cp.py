@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 def cp(
     job: common.NewJob,
-    to: Annotated[str, typer.Argument(metavar="TO", help="Root to copy into: a path or URL.", show_default=False)],
+    to: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO",
+            help="Root to copy into, another one: a path or URL. A directory is made in one that is there.",
+            show_default=False,
+        ),
+    ],
     generation: Which = None,
     step: Step = None,
     no_log: Annotated[

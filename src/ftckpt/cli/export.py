@@ -22,7 +22,9 @@ def register(app: typer.Typer) -> None:
 
 def export(
     job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job, or path of a generation or a job.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", help="Directory to make; must not exist, or be empty.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--out", help="Directory to make, in one that is there; must not exist, or be empty.", show_default=False)
+    ],
     to: Annotated[str, typer.Option("--to", help="hf: safetensors with an index. dcp: torch.distributed.checkpoint.")] = "hf",
     state: Annotated[str | None, typer.Option("--state", help="Which model (hf: model; dcp: every state).", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Cast floats: float32, bfloat16 or float16.", show_default=False)] = None,

@@ -6,6 +6,7 @@ others are copied bit for bit.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
-from ftckpt.errors import NotFound
+from ftckpt.errors import ConfigError, NotFound
 from ftckpt.flows.holders import Referring
 from ftckpt.flows.read import open_shard, read_manifest, read_small
 from ftckpt.flows.target import check_copy, occupied
@@ -30,6 +31,8 @@ from ftckpt.format.reuse import made_whole
 from ftckpt.format.shard import read_header, write_shard
 from ftckpt.format.table import TensorTable
 from ftckpt.ports import BlobStore
+from ftckpt.stores.tiered import tiers_of
+from ftckpt.wiring import root_path
 
 T = TypeVar("T")
 
@@ -77,9 +80,10 @@ def copy_generation(
 
     Raises:
         Damaged: the source does not match its digests; the target has no manifest of it, and so no generation.
-        NotFound: with ``as_it_is``, the target lacks files that it refers to; nothing was copied.
+        ConfigError: the target is the source. NotFound: with ``as_it_is``, the target lacks files that it refers to; nothing was copied.
         StoreError: reading or writing failed, or the target has something else under that name.
     """
+    _check_elsewhere(source, target)
     manifest, data = read_manifest(source, job, location, entry)
     work = _Copy(source, target, job, location, progress or (lambda file, count: None))
     where = f"{generation_dir(job, location)}/{MANIFEST}"
@@ -108,6 +112,20 @@ def copy_generation(
         now="the source is unchanged", todo="remove the copy, check the target's storage, and copy again",
     )  # fmt: skip
     return Copied(location=location, step=manifest.step, url=target.url, files=work.files, bytes=work.bytes, made_whole=whole)
+
+
+def _check_elsewhere(source: BlobStore, target: BlobStore) -> None:
+    own = tiers_of(source)[0][1]
+    if own is target or _place(own.url) == _place(target.url) != "":
+        raise ConfigError(f"{target.url} is the root that would be copied from", now="nothing was copied", todo="name another root")
+
+
+def _place(url: str) -> str:
+    """Where a root is, comparable; empty for one in memory, which is itself and nothing else."""
+    path = root_path(url)
+    if path is not None:
+        return os.path.realpath(path)
+    return "" if url.startswith("memory:") else url.partition("?")[0].rstrip("/")
 
 
 class _Copy:

@@ -50,14 +50,20 @@ def new_directory(out: str | os.PathLike[str]) -> Iterator[Path]:
     """A new directory to write into; durable and under its name only when the block has ended without an error.
 
     Raises:
-        ConfigError: there is something already. StoreError: it cannot be made or written.
+        ConfigError: there is something already. StoreError: it cannot be made (as for a root, its parent must be there: what is missing may be
+            a mount) or written.
     """
     target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already", now="nothing was written", todo="name a new or an empty directory")
+    if not target.parent.is_dir():
+        raise StoreError(
+            f"{target} cannot be made: {target.parent} is not there",
+            now="nothing was written",
+            todo="check the path and its mount, or create that directory",
+        )
     draft = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir()
         yield draft
         for path in [*draft.rglob("*"), draft]:

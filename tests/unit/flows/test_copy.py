@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import Damaged, StoreError
+from ftckpt.errors import ConfigError, Damaged, StoreError
 from ftckpt.flows.copy import copy_generation
 from ftckpt.flows.inspect import complete
 from ftckpt.flows.verify import verify
@@ -67,3 +67,14 @@ def test_what_is_there_already_and_different_is_refused_and_left(tmp_path: Path)
         with pytest.raises(StoreError, match="something else"):
             copy_generation(w.store, target, JOB, w.entries[0].location, w.entries[0])
         assert target.get(w.path(w.entries[0], "leaves.json")) == b"mine"
+
+
+@pytest.mark.covers("I14")
+def test_a_copy_onto_the_root_itself_is_refused_also_by_another_name(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    with world(tmp_path / "root", 5) as w:
+        before = w.snapshot()
+        for target in (w.store, LocalStore(tmp_path / "root"), LocalStore(tmp_path / "link")):
+            with pytest.raises(ConfigError, match="is the root that would be copied from"):
+                copy_generation(w.store, target, JOB, w.entries[0].location, w.entries[0])
+        assert w.snapshot() == before

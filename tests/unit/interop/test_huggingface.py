@@ -164,6 +164,14 @@ def test_a_damaged_generation_leaves_no_export(job, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["g"]
 
 
+@pytest.mark.covers("I14")
+def test_an_export_makes_no_directory_above_its_own(job, tmp_path):
+    _, place, _ = job
+    with located(place) as generation, pytest.raises(errors.StoreError, match="mistyped is not there"):
+        export_safetensors(generation, tmp_path / "mistyped" / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), st.sampled_from(["float16", "bfloat16", "float64"]))
 def test_casts_round_as_torch_does(bits, target):
     values = torch.from_numpy(np.array(bits, np.uint32).view(np.float32).copy())
