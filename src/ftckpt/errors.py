@@ -122,6 +122,10 @@ class StoreError(FtckptError):
     exit_code = 10
 
 
+class Occupied(StoreError):
+    """Something else is at a path that was to be written: no outage, so trying again does not help. It was not changed."""
+
+
 class AgentError(FtckptError):
     """The agent process failed, died or did not answer in time."""
 

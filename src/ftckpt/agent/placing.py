@@ -23,7 +23,7 @@ from ftckpt.agent.telling import FIRST_RETRY_S, SLOWEST_RETRY_S, Telling
 from ftckpt.agent.work import Worker
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import GenerationName
-from ftckpt.errors import Damaged, FtckptError, LogError, NotFound, SaveFailed, StoreError
+from ftckpt.errors import Damaged, FtckptError, LogError, NotFound, Occupied, SaveFailed, StoreError
 from ftckpt.flows.evict import evict
 from ftckpt.flows.place import bring, bring_shard, check_bound
 from ftckpt.flows.scan import look
@@ -187,7 +187,7 @@ class Placing:
         while True:
             try:
                 work()
-            except (Damaged, NotFound, SaveFailed) as e:
+            except (Damaged, NotFound, SaveFailed, Occupied) as e:  # this one alone: what is behind it in the queue goes on
                 return e
             except FtckptError as e:
                 self._is_down(what, e)

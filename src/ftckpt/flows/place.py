@@ -25,7 +25,10 @@ Going = Callable[[], bool]
 Moved = Callable[[int], None]
 
 _WINDOW = 8 << 20  # bytes written at a time
-_HELP_S = 60.0  # then the shard of another rank, whose agent may have died, is brought too
+_HELP_S = 60.0  # then the shard of another rank, whose agent may have died, is brought too ...
+_HELP_BYTES_S = (
+    50e6  # ... but a large one takes its time, and would be copied twice: it is waited for a second longer for each of these bytes
+)
 _POLL_S = 0.2
 
 
@@ -44,7 +47,7 @@ def bring(
     Args:
         entry: its record; with it the manifest's sha256 is compared.
         own: ranks whose shards are brought; those of others are waited for (their agents bring them), and brought only if they
-            are a minute late. None: all are brought.
+            are late: by a minute, and a second more for each 50 MB. None: all are brought.
         going: asked every few megabytes; False ends the work.
         moved: called with the number of bytes just written.
 
@@ -68,16 +71,17 @@ def bring(
     for small in (manifest.leaves, *(c.file for c in manifest.cursors)):
         found = read_small(store, job, location, small)
         work.small(small.file, found)
-    late = time.monotonic() + _HELP_S
-    waiting = list(manifest.shards)
-    while waiting:
-        due = [s for s in waiting if own is None or s.rank in own or time.monotonic() > late]
-        for shard in due:
-            work.shard(shard)
-        waiting = [s for s in waiting if s not in due and not work.there(s)]
-        if waiting:
-            work.keep_going()
-            time.sleep(_POLL_S)
+    mine = [s for s in manifest.shards if own is None or s.rank in own]
+    for shard in mine:
+        work.shard(shard)
+    since = time.monotonic()  # what took long for these takes as long for others
+    waiting = [s for s in manifest.shards if s not in mine]
+    while waiting := [s for s in waiting if not work.there(s)]:
+        for shard in waiting:
+            if time.monotonic() > since + _HELP_S + shard.bytes / _HELP_BYTES_S:
+                work.shard(shard)
+        work.keep_going()
+        time.sleep(_POLL_S)
     work.small(MANIFEST, data, near=False)
     check_copy(
         store.durable, job, location, manifest.step, entry,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftckpt.domain.ledger import Entry
-from ftckpt.errors import StoreError
+from ftckpt.errors import Occupied, StoreError
 from ftckpt.flows.verify import verify
 from ftckpt.ports import BlobStore
 
@@ -36,6 +36,6 @@ def check_copy(
         raise StoreError(f"the copy of step {step} in {target.url} does not verify: {fault.part}: {fault.reason}", now=now, todo=todo)
 
 
-def occupied(target: BlobStore, path: str, todo: str) -> StoreError:
+def occupied(target: BlobStore, path: str, todo: str) -> Occupied:
     """The error for a path at which the target has something else."""
-    return StoreError(f"{target.url}/{path} exists already and is something else", now="it was not changed", todo=todo)
+    return Occupied(f"{target.url}/{path} exists already and is something else", now="it was not changed", todo=todo)

@@ -112,7 +112,7 @@ class Background:
         detail: dict[str, str | int | float] = {"writer": int(writer)}
         if agents := self._addresses.all():
             detail["agents"] = agents
-        self._live = ("joining" if replica.blank else "live", replica.trajectory, detail)
+        self._live = ("joining" if replica.spent else "live", replica.trajectory, detail)
         with suppress(AgentError):  # ``check`` replaces it before the next step
             client.live(*self._live)
 

@@ -126,14 +126,14 @@ class Training:
 
     # ------------------------------------------------------------------ inside
     def _due(self, replica: Replica, *, ending: bool) -> bool:
-        if self._saver is None or replica.blank:
+        if self._saver is None or replica.spent:
             return False
         return self._policy.due(Moment(replica.step, replica.step - self._saver.last_step, ending))
 
     def _save(self, replica: Replica, metrics: Mapping[str, float]) -> SaveHandle:
         if self._saver is None or self._last is None:
             raise ConfigError("save() needs a resumed job", todo="call resume() first")
-        if replica.blank or replica.trajectory.step < 0:
+        if replica.spent or replica.trajectory.step < 0:
             raise SaveFailed(
                 "this replica gave its state up and waits for a peer's", now="nothing was saved", todo="save after the next committed step"
             )

@@ -11,7 +11,7 @@ from agent_harness import Rig, Trainer, ended, table_of, until
 
 from ftckpt import wiring
 from ftckpt.agent.placing import first_url
-from ftckpt.errors import SaveFailed
+from ftckpt.errors import Occupied, SaveFailed
 from ftckpt.flows.scan import scan
 from ftckpt.flows.verify import verify
 from ftckpt.link.config import AgentConfig
@@ -211,6 +211,31 @@ def test_a_replica_on_another_host_puts_its_cursor_into_the_durable_tier(tiers: 
         assert {c.replica for c in manifest.cursors} == {"a", "b"}
     assert tiers.sound(tiers.durable) == tiers.sound(tiers.first) == [1, 2]
     assert not (elsewhere / "job" / "generations").exists()
+
+
+@pytest.mark.covers("I14", "I13", "I7")
+@pytest.mark.parametrize("acknowledge", ["durable", "first"])
+def test_something_else_in_the_way_of_one_generation_stops_none_of_those_behind_it(tiers: Tiers, acknowledge: str) -> None:
+    trainer = tiers.trainer(acknowledge=acknowledge)
+    tiers.away()
+    blocked = trainer.save()
+    blocked.wait(20.0, "persisted")
+    assert until(lambda: any((tiers.first / "job").rglob("manifest.json")), 10.0)
+    (location,) = tiers.names(tiers.first)
+    way = tiers.rig.tmp / "unmounted" / "job" / "generations" / location / "leaves.json"
+    way.parent.mkdir(parents=True)
+    way.write_bytes(b"of somebody else")
+    after = trainer.save()
+    tiers.back()
+    if acknowledge == "durable":
+        with pytest.raises(Occupied, match="exists already and is something else"):
+            blocked.wait(20.0)
+    else:
+        assert blocked.wait(20.0) == "committed"
+        assert until(lambda: any(w.kind == "tier" and "cannot be copied" in w.text for w in trainer.warnings), 20.0)
+    assert after.wait(20.0) == "committed"
+    assert until(lambda: tiers.sound(tiers.durable) == [2], 20.0)
+    assert (tiers.durable / "job" / "generations" / location / "leaves.json").read_bytes() == b"of somebody else"
 
 
 @pytest.mark.covers("I14")

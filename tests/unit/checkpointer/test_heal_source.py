@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from ftckpt import Checkpointer, Never
-from ftckpt.errors import AgentError
+from ftckpt.errors import AgentError, SaveFailed
 from ftckpt.trainer.healing import HealCarrier
+from ftckpt.trainer.replicas.solo import SoloReplica
 
 
 @pytest.fixture
@@ -68,4 +69,15 @@ def test_a_capture_for_a_peer_that_fails_gives_its_buffer_back(job: tuple[Any, A
                 carrier.publish(1, {"user": {}}, 1.0)
     carrier.publish(1, {"user": {}}, 1.0)
     carrier.retire()
+    assert ckpt.save(wait=20.0).committed
+
+
+@pytest.mark.covers("I5", "I3")
+def test_a_state_that_is_being_overwritten_by_a_heal_is_not_saved(job: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may call save() while the quorum of its step heals: the capture would be of two states."""
+    ckpt, _, _ = job
+    monkeypatch.setattr(SoloReplica, "spent", True)
+    with pytest.raises(SaveFailed, match="gave its state up"):
+        ckpt.save()
+    monkeypatch.undo()
     assert ckpt.save(wait=20.0).committed

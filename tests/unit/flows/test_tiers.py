@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +19,11 @@ from ftckpt.domain.keep import parse_keep
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import genesis
 from ftckpt.errors import ConfigError, Damaged, SaveFailed, StoreError
+from ftckpt.flows import place as places
 from ftckpt.flows.evict import PLACED, evict
 from ftckpt.flows.gc import collect
-from ftckpt.flows.place import bring
-from ftckpt.flows.read import open_generation
+from ftckpt.flows.place import bring, bring_shard
+from ftckpt.flows.read import open_generation, read_manifest
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import choose
 from ftckpt.flows.verify import verify
@@ -133,6 +136,26 @@ def test_a_copy_that_was_killed_is_gone_on_with_and_leaves_nothing(two: Two) -> 
     bring(two.store, JOB, entry.location, entry)
     assert verify(two.store.durable, JOB, entry.location, entry).sound
     assert two.store.durable.leftovers(base) == []
+
+
+@pytest.mark.covers("I11")
+def test_a_large_shard_of_another_rank_that_takes_its_time_is_not_copied_twice(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two.w.entries[:2]
+    *mine, info = read_manifest(two.store, JOB, first.location, first)[0].shards
+    own = [shard.rank for shard in mine]
+    monkeypatch.setattr(places, "_HELP_S", 0.0)
+    monkeypatch.setattr(places, "_HELP_BYTES_S", info.bytes / 2.0)  # two seconds for this one
+
+    def agent_of_the_other() -> None:
+        time.sleep(0.6)
+        bring_shard(two.store, JOB, first.location, info)
+
+    other = threading.Thread(target=agent_of_the_other)
+    other.start()
+    copied = bring(two.store, JOB, first.location, first, own=own)
+    other.join(10.0)
+    assert bring(two.store, JOB, second.location, second, own=own) >= copied + info.bytes  # nobody else brings this one
+    assert all(verify(two.store.durable, JOB, e.location, e).sound for e in (first, second))
 
 
 def test_a_copy_stops_when_told(two: Two) -> None:

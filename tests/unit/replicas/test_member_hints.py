@@ -3,6 +3,8 @@ live state may be overwritten before it is replaced."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ftckpt.commitlog.memory import MemoryLog
@@ -16,6 +18,7 @@ from ftckpt.ports import ReplicaInfo
 from ftckpt.trainer.replicas.base import Callbacks
 from ftckpt.trainer.replicas.bounds import Limits
 from ftckpt.trainer.replicas.member import Member
+from ftckpt.trainer.replicas.torchft import FtReplica
 
 
 def tail_of(index: int, step: int, writer: str = "a") -> Entry:
@@ -176,6 +179,22 @@ def test_a_state_that_a_heal_began_to_overwrite_votes_for_nothing_and_is_given_u
     assert (go, agreed.act in (Act.BLANK, Act.LOAD)) == (False, True)
     bench.member.give_up()
     assert bench.member.position.blank
+
+
+@pytest.mark.covers("I5", "I3")
+def test_a_replica_whose_state_a_heal_has_begun_to_overwrite_says_so_until_it_is_a_state_again() -> None:
+    bench = Bench(step=3)
+    bench.tail = tail_of(0, 3)
+    replica = FtReplica(SimpleNamespace(standing=bench.member))  # type: ignore[arg-type]
+    at = bench.member.position
+    assert not replica.spent
+    bench.member.begin()
+    bench.member.spend()
+    assert (replica.spent, replica.blank) == (True, False)
+    bench.member.applied(at)
+    assert not replica.spent
+    bench.member.give_up()
+    assert replica.spent
 
 
 @pytest.mark.covers("I3")

@@ -154,6 +154,10 @@ class FtReplica:
     def blank(self) -> bool:
         return self._standing.position.blank
 
+    @property
+    def spent(self) -> bool:
+        return self._standing.offered.blank
+
     def stand_by(self) -> None:
         self._standing.give_up()
 

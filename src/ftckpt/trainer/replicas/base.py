@@ -107,6 +107,7 @@ class Replica(Protocol):
         step: committed step of the live state.
         committed: a step was made since the last ``outcome`` (known after the vote: step learning-rate schedulers only then).
         blank: the live state was given up, and nothing of it may be saved until a heal or ``adopt``.
+        spent: it was given up, or a heal has begun to overwrite it and did not end yet: nothing of it may be saved now.
         heals_first: a step's quorum may replace the live state before that step's batch is used; a batch is then taken
             after ``members``, or it would be one of the state before.
     """
@@ -129,6 +130,8 @@ class Replica(Protocol):
     def step(self) -> int: ...
     @property
     def blank(self) -> bool: ...
+    @property
+    def spent(self) -> bool: ...
     @property
     def committed(self) -> bool: ...
     @property

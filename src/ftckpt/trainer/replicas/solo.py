@@ -62,6 +62,11 @@ class SoloReplica:
         return False
 
     @property
+    def spent(self) -> bool:
+        """Never, as ``blank``."""
+        return False
+
+    @property
     def committed(self) -> bool:
         """Every step is made."""
         return True

@@ -234,6 +234,11 @@ class FtReplica:
         return self._standing.position.blank
 
     @property
+    def spent(self) -> bool:
+        """See ``Replica.spent``."""
+        return self._standing.offered.blank
+
+    @property
     def committed(self) -> bool:
         """A step was made since the last ``outcome``."""
         return self._standing.committed
