@@ -33,8 +33,37 @@ logger = logging.getLogger("ftckpt.agent")
 
 _PATIENCE = 2.0  # times the fastest write so far; then it is hurried, and takes less than three times as long
 _SHORTEST_S = 0.05
+_ALIKE = 2  # sizes within this factor of each other tell of each other
 
 _Stored = tuple[ShardInfo, tuple[Referred, ...], Entry | None]  # a shard, what it refers to, and via which record
+
+
+class Pace:
+    """How long a write may give way to training: by the fastest so far of about its size.
+
+    What is nearly empty beside others (a save of what little changed) may go at a cache's speed, or take what its fsyncs take: it
+    tells nothing of them, and is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._largest = 0  # bytes
+        self._best = math.inf  # seconds per byte
+
+    def learn(self, seconds: float, size: int) -> None:
+        """A write of ``size`` bytes took so long."""
+        if not size or self._is_small(size):
+            return
+        if size > self._largest * _ALIKE:
+            self._best = math.inf
+        self._largest = max(self._largest, size)
+        self._best = min(self._best, seconds / size)
+
+    def patience(self, size: int) -> float | None:
+        """Seconds that a write of so many bytes may give way for; None while nobody knows how long one takes."""
+        return None if self._best == math.inf or self._is_small(size) else max(_SHORTEST_S, _PATIENCE * self._best * size)
+
+    def _is_small(self, size: int) -> bool:
+        return size * _ALIKE < self._largest
 
 
 class Persist:
@@ -53,7 +82,7 @@ class Persist:
         self._reuse = reuse
         self.share = SessionShare()
         self.niced = Niced(self.share)
-        self._best: float | None = None  # seconds per byte of the fastest write so far
+        self._pace = Pace()
 
     def __call__(self, item: tuple[Job, memoryview]) -> None:
         job, image = item
@@ -79,9 +108,9 @@ class Persist:
         found: list[_Stored] = []
         work = partial(self._write_less if config.reuse else self._write_all, job, image, small, found)
         began = time.monotonic()
-        self.niced.run(0 if self._queued() else config.nice, work, small.write, patience_s=self._patience(image.nbytes))
+        self.niced.run(0 if self._queued() else config.nice, work, small.write, patience_s=self._pace.patience(image.nbytes))
         info, refers, base = found[0]
-        self._learn(time.monotonic() - began, info.bytes)
+        self._pace.learn(time.monotonic() - began, info.bytes)
         receipt = Receipt(rank=config.rank, shard=info, leaves=msgspec.Raw(save.leaves or b"{}"))
         if base is not None:
             receipt = msgspec.structs.replace(receipt, refers=refers, via=(base.index,), log=base.log)
@@ -90,14 +119,6 @@ class Persist:
                 f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored"
             )
         return receipt
-
-    def _patience(self, size: int) -> float | None:
-        """Seconds that a write may give way for; None while nobody knows how long one takes."""
-        return None if self._best is None else max(_SHORTEST_S, _PATIENCE * self._best * size)
-
-    def _learn(self, seconds: float, size: int) -> None:
-        if size:
-            self._best = min(self._best or math.inf, seconds / size)
 
     def _write_all(self, job: Job, image: memoryview, small: SmallFiles, found: list[_Stored]) -> None:
         _, info = self._shard(job, job.table, image, small)

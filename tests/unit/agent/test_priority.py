@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ftckpt.agent.persist import Pace
 from ftckpt.agent.priority import Niced
 
 
@@ -60,3 +61,18 @@ def test_work_that_gives_way_for_too_long_is_hurried() -> None:
     Niced().run(7, work, patience_s=0.05)
     assert seen[0] == (7, os.SCHED_BATCH)
     assert seen[-1] == (0, os.SCHED_OTHER)
+
+
+@pytest.mark.covers("I11")
+def test_what_a_nearly_empty_write_took_says_nothing_of_the_others() -> None:
+    pace, mb = Pace(), 1_000_000
+    assert pace.patience(mb) is None  # nobody knows yet
+    pace.learn(0.001, mb)  # a cache took it
+    pace.learn(10.0, 1000 * mb)
+    assert pace.patience(1000 * mb) == pytest.approx(20.0)
+    pace.learn(0.001, mb)
+    pace.learn(8.0, 900 * mb)
+    assert pace.patience(1000 * mb) == pytest.approx(2 * 8.0 / 0.9)
+    assert pace.patience(mb) is None
+    pace.learn(0.0, 0)
+    assert pace.patience(1000 * mb) == pytest.approx(2 * 8.0 / 0.9)
