@@ -23,6 +23,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     heal_stall_s < heal_s                     a stalled source is left before the heal is given up
     step_s <= quorum_s                        a quorum outlasts a step
     step_s < heal_s                           a heal may take longer than a step
+    step_s <= capture_s                       a capture's copies queue behind a step's work on the device
     term_s < 30                               torchrun kills 30 s after SIGTERM
     cursors_s + log_s <= close_s              close() outlasts the end of one save
     ========================================= =========================================================
@@ -32,6 +33,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
         tail_poll_s: interval of reading the log's tail besides watching it.
         registry_ttl_s: life of a replica's line in the log when it is not renewed.
         slot_s: how long ``save()`` waits for a free buffer with ``on_busy="wait"``.
+        capture_s: until an accelerator has made the copies of a capture, behind all that it was given before.
         group_s: how long ranks of a group wait for each other's word.
         load_s: how long a rank that has loaded a generation waits for the others of its group to have loaded theirs.
         agent_start_s: until a started agent has answered.
@@ -55,6 +57,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     tail_poll_s: float = 2.0
     registry_ttl_s: float = 15.0
     slot_s: float = 60.0
+    capture_s: float = 600.0
     group_s: float = 120.0
     load_s: float = 1800.0
     agent_start_s: float = 30.0
@@ -96,6 +99,7 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
             (self.heal_stall_s < self.heal_s, "heal_stall_s", "heal_s", "heal_stall_s < heal_s"),
             (self.step_s <= self.quorum_s, "step_s", "quorum_s", "step_s <= quorum_s"),
             (self.step_s < self.heal_s, "step_s", "heal_s", "step_s < heal_s"),
+            (self.step_s <= self.capture_s, "step_s", "capture_s", "copies queue behind a step's work: step_s <= capture_s"),
             (self.cursors_s + self.log_s <= self.close_s, "cursors_s", "close_s", "cursors_s + log_s <= close_s"),
         )
         wrong += [f"deadlines.{a}={getattr(self, a):g} and deadlines.{b}={getattr(self, b):g}: {why}" for ok, a, b, why in rules if not ok]

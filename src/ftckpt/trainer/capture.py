@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from ftckpt.domain.deadlines import Deadlines
 from ftckpt.errors import ConfigError
 from ftckpt.format.leaves import encode_leaves
 from ftckpt.format.manifest import StateInfo
@@ -36,10 +37,13 @@ class Capturer:
 
     ``prepare`` and ``freeze`` belong to the main thread at a step boundary; the others may run on another thread, also while
     the main thread is in forward (not in an optimizer's step).
+
+    Args:
+        capture_s: seconds that accelerators' copies may take.
     """
 
-    def __init__(self, registry: StateRegistry, group: Group) -> None:
-        self._registry, self._group = registry, group
+    def __init__(self, registry: StateRegistry, group: Group, *, capture_s: float = Deadlines().capture_s) -> None:
+        self._registry, self._group, self._capture_s = registry, group, capture_s
         self._static: Static | None = None
         self._watch: Watch | None = None
         self._ownership: Ownership | None = None
@@ -174,6 +178,9 @@ class Capturer:
             plan: from ``prepare``.
             frozen: from ``freeze``, for that plan.
             target: writable memory of at least ``plan.table.image_bytes`` bytes, aligned to 16.
+
+        Raises:
+            StillCopying: it failed, and an accelerator may still write there.
         """
         if frozen.layout_id != plan.layout_id:
             raise ConfigError("these frozen values belong to another plan", todo="call prepare and freeze again")
@@ -191,9 +198,10 @@ class Capturer:
                     if copies is not None:
                         self._copy(batch, views, copies, None, events)
             except BaseException:
-                Fence(events).wait()  # the caller gives the target back
+                Fence(events, within=self._capture_s).wait()  # the caller gives the target back
                 raise
-            return Fence(events, [pair for batch in plan.live if batch.device.type != "cpu" for pair in batch.named()])
+            read = [pair for batch in plan.live if batch.device.type != "cpu" for pair in batch.named()]
+            return Fence(events, read, within=self._capture_s)
 
     def release(self) -> None:
         """Drop cached views, so that the targets' memory can be unmapped."""

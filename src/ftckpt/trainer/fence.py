@@ -9,8 +9,15 @@ from typing import Any
 
 import torch
 
-from ftckpt.errors import FtckptError, SaveFailed
+from ftckpt.domain.deadlines import Deadlines
+from ftckpt.errors import DeadlineExceeded, FtckptError, SaveFailed
 from ftckpt.link.client import SaveHandle
+
+_SHORTEST_S, _LONGEST_S = 0.00002, 0.005  # between two looks at an event
+
+
+class StillCopying(DeadlineExceeded):
+    """A device has not made its copies in time and may make them yet: their memory must not be given back."""
 
 
 class Fence:
@@ -19,10 +26,14 @@ class Fence:
     Args:
         events: that end the copies, as accelerators' modules of torch make them.
         read: what the copies read, by name: nothing may change it until the fence is passed.
+        within: seconds that the copies may take from now on.
     """
 
-    def __init__(self, events: Sequence[Any] = (), read: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-        self._events = tuple(events)
+    def __init__(
+        self, events: Sequence[Any] = (), read: Sequence[tuple[str, torch.Tensor]] = (), *, within: float = Deadlines().capture_s
+    ) -> None:
+        self._events, self._within = tuple(events), within
+        self._began = time.monotonic()
         self._read = [(name, tensor, tensor._version) for name, tensor in read if not tensor.is_inference()] if events else []
 
     @property
@@ -31,9 +42,22 @@ class Fence:
         return bool(self._events)
 
     def wait(self) -> None:
-        """Return when the copies are complete. Any thread, any number of times."""
+        """Return when the copies are complete. Any thread, any number of times.
+
+        Raises:
+            StillCopying: they are not, though their time is over.
+        """
+        began = time.monotonic()
         for event in self._events:
-            event.synchronize()
+            while not event.query():
+                now = time.monotonic()
+                if now - self._began >= self._within:
+                    raise StillCopying(
+                        f"the device has not made a capture's copies within {self._within:g} s",
+                        now="their memory stays taken, for it may make them yet",
+                        todo="see what it waits for (a collective that another rank does not join?); if it is only slow: deadlines.capture_s",
+                    )
+                time.sleep(min(max(_SHORTEST_S, (now - began) / 10), _LONGEST_S))
 
     def changed(self) -> str:
         """Name of something that was changed in place since the copies were enqueued, as far as torch counts that; "" if nothing was."""
@@ -97,6 +121,12 @@ class HandOver:
             return
         try:
             fence.wait()
+        except StillCopying as e:
+            with self._lock:
+                if self._fence is not None:
+                    now = f"this step was not saved; {e.now}"
+                    self._over(DeadlineExceeded(f"step {self._step}: {e.what}", now=now, todo=e.todo))
+            return
         except Exception as e:  # noqa: BLE001  (whatever the device's runtime raises)
             with self._lock:
                 if self._fence is not None:  # the memory stays taken: the device may still write there

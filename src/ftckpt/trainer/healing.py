@@ -16,6 +16,7 @@ from ftckpt.format.leaves import decode_leaves, encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
 from ftckpt.trainer.capture import Frozen, Plan
+from ftckpt.trainer.fence import StillCopying
 from ftckpt.trainer.inline import decode_value, encode_value
 from ftckpt.trainer.landing import Landed, landing
 from ftckpt.trainer.peers import Peers
@@ -132,6 +133,8 @@ class HealCarrier:
         try:
             extra = encode_leaves({"state": encode_value(state), "states": msgspec.to_builtins(plan.states)})
             session.local.fill(plan, frozen, session.memory(slot, plan.table.image_bytes))
+        except StillCopying:  # the buffer stays taken
+            raise
         except BaseException:
             session.client.release_slot(slot)
             raise

@@ -13,7 +13,7 @@ from ftckpt.domain.names import attempt_id
 from ftckpt.errors import DeadlineExceeded
 from ftckpt.format.manifest import Cursor, encode
 from ftckpt.trainer.cursor import capture_cursor
-from ftckpt.trainer.fence import Fence, HandOver
+from ftckpt.trainer.fence import Fence, HandOver, StillCopying
 from ftckpt.trainer.frozen import Frozen
 from ftckpt.trainer.handle import SaveHandle, Skipped
 from ftckpt.trainer.image_plan import Plan
@@ -121,12 +121,14 @@ class Saver:
         return slot
 
     def _capture(self, plan: Plan, slot: int) -> tuple[Frozen, Fence]:
-        """Copy the state into a buffer, which is given back if that fails; complete once the fence is passed."""
+        """Copy the state into a buffer, which is given back if that fails and nothing writes there any more; complete once the fence is passed."""
         session = self._session
         try:
             memory = session.memory(slot, plan.table.image_bytes)
             frozen = session.full.freeze(memory)
             fence = session.full.start(plan, frozen, memory)
+        except StillCopying:
+            raise
         except BaseException:
             session.client.release_slot(slot)
             raise

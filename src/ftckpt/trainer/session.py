@@ -31,8 +31,9 @@ class Session:
 
     def __init__(self, client: AgentClient, registry: StateRegistry, group: Group, settings: Settings) -> None:
         self.client, self.registry, self.settings = client, registry, settings
-        self.full = Capturer(registry, group)
-        self.local = self.full if group.world_size == 1 else Capturer(registry, Group())
+        within = settings.deadlines.capture_s
+        self.full = Capturer(registry, group, capture_s=within)
+        self.local = self.full if group.world_size == 1 else Capturer(registry, Group(), capture_s=within)
         self._layouts: dict[tuple[int, int], int] = {}
         self._arena: Arena | None = None  # made last; the client's own, but after the agent was lost
         self._pinned: Pinned | None = None

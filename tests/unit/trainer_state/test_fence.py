@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from ftckpt import errors
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.config import Settings
+from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.policy import AtEnd, Every, Never
 from ftckpt.trainer import copying, events, image_plan
 from ftckpt.trainer.background import Background
@@ -34,10 +35,10 @@ from ftckpt.trainer.training import Training
 
 
 class Device:
-    """One accelerator: copies queue up until somebody waits for an event behind them."""
+    """One accelerator: copies queue up until somebody on the main thread asks for an event behind them."""
 
     def __init__(self):
-        self.queue, self.main, self.broken = [], threading.get_ident(), None
+        self.queue, self.main, self.broken, self.stuck = [], threading.get_ident(), None, False
         self.idle = threading.Event()  # lets others than the main thread come back from waiting
 
     def install(self, patch):
@@ -45,7 +46,7 @@ class Device:
             Stream=lambda device: SimpleNamespace(wait_stream=lambda other: None),
             current_stream=lambda device: None,
             stream=lambda stream: contextlib.nullcontext(),
-            Event=lambda: SimpleNamespace(record=lambda stream: None, synchronize=self.synchronize),
+            Event=lambda: SimpleNamespace(record=lambda stream: None, query=self.query),
         )
         patch.setattr(torch, "get_device_module", lambda device: runtime)
         patch.setattr(copying, "enqueue", lambda targets, sources: self.queue.append((targets, sources)))
@@ -56,13 +57,14 @@ class Device:
 
         patch.setattr(image_plan, "_batches", on_device)
 
-    def synchronize(self):
-        if threading.get_ident() != self.main:
-            assert self.idle.wait(30.0)
+    def query(self):
+        if self.stuck or (threading.get_ident() != self.main and not self.idle.is_set()):
+            return False
         if self.broken is not None:
             raise self.broken
         while self.queue:
             torch._foreach_copy_(*self.queue.pop(0))
+        return True
 
 
 class Agent:
@@ -124,12 +126,12 @@ class Agent:
 class World:
     """A rank without a process beside it: one model, its optimizer, one resumed step."""
 
-    def __init__(self, policy=None, slots=2):
+    def __init__(self, policy=None, slots=2, **deadlines):
         self.agent, self.net = Agent(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.5)
         rank = Rank.__new__(Rank)
         rank.settings, rank.group, rank.registry, rank.loaders, rank.events = (
-            Settings(slots=slots),
+            Settings(slots=slots, deadlines=Deadlines(**deadlines)),
             Group().open(),
             StateRegistry(),
             Loaders(),
@@ -184,7 +186,7 @@ def device(monkeypatch):
     found = Device()
     found.install(monkeypatch)
     yield found
-    found.broken = None
+    found.broken, found.stuck = None, False
     found.queue.clear()
     found.idle.set()
 
@@ -362,6 +364,34 @@ def test_close_raises_what_the_last_copy_came_to(device):
     device.broken = RuntimeError("illegal access")
     with pytest.raises(errors.SaveFailed, match="illegal access"):
         world.ckpt.close()
+
+
+@pytest.mark.covers("I11", "I14")
+def test_a_device_that_never_ends_its_copies_holds_nobody_up_for_longer_than_the_deadline(device):
+    world = World(slots=1, capture_s=0.05)
+    device.stuck = True
+    handle = world.ckpt.save()
+    world.train()  # raises nothing
+    assert handle.done
+    assert not handle.captured
+    assert world.agent.free == []  # the device may write there yet
+    with pytest.raises(errors.DeadlineExceeded, match="step 0: the device has not made") as e:
+        world.ckpt.step()
+    assert "capture_s" in e.value.todo
+    world.ckpt.close()
+    assert world.saves == 0
+
+
+@pytest.mark.covers("I11", "I5")
+def test_a_source_whose_device_never_ends_its_copies_gives_the_buffer_to_nobody_else(device):
+    world = World(slots=1, capture_s=0.05)
+    carrier = HealCarrier(world.session, trajectory=lambda: None, peers=None)
+    carrier.freeze()
+    device.stuck = True
+    with pytest.raises(errors.DeadlineExceeded, match="copies"):
+        carrier.publish(1, {}, 1.0)
+    assert world.agent.free == []
+    world.ckpt.close()
 
 
 def test_on_a_cpu_save_itself_hands_over_and_nothing_is_added(monkeypatch):
