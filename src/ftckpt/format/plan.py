@@ -9,8 +9,10 @@ from ftckpt.domain.names import GenerationName
 from ftckpt.errors import Damaged, Unstorable
 from ftckpt.format.digest import DIGEST_HEX
 from ftckpt.format.dtypes import item_bytes, known_dtype
+from ftckpt.format.leaftypes import plain_text
 from ftckpt.format.table import Chunk, TensorEntry, TensorTable, block_bytes_for, elements
 
+_Boxes = tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]  # dtype, global shape, offsets and sizes of each
 Spec = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # name, dtype, global shape, offsets, sizes
 RESERVED_NAME = "__metadata__"  # safetensors' own
 _SHARD = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")
@@ -30,36 +32,35 @@ def plan_image(specs: Iterable[Spec], aliases: Mapping[str, str] | None = None) 
         Unstorable: a dtype that cannot be stored, a box outside its tensor, a name that JSON or safetensors cannot hold, or
             one that is used twice.
     """
-    grouped: dict[str, tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = {}
+    grouped: dict[str, _Boxes] = {}
+    by_item: dict[int, list[tuple[str, _Boxes]]] = {}
     for name, dtype, shape, offsets, sizes in specs:
-        if name == RESERVED_NAME or not _is_unicode(name):
-            raise Unstorable(f"tensor name {name!r} cannot be stored", now="nothing was written", todo="rename it")
-        item_bytes(dtype, name)
-        known = grouped.setdefault(name, (dtype, tuple(shape), []))
-        if known[:2] != (dtype, tuple(shape)):
+        known = grouped.get(name)
+        if known is None:
+            if name == RESERVED_NAME or not plain_text(name):
+                raise Unstorable(f"tensor name {name!r} cannot be stored", now="nothing was written", todo="rename it")
+            known = grouped[name] = (dtype, tuple(shape), [])
+            by_item.setdefault(item_bytes(dtype, name), []).append((name, known))
+        elif known[0] != dtype or known[1] != tuple(shape):
             raise Unstorable(f"{name} is given with {known[0]} {known[1]} and with {dtype} {tuple(shape)}", now="nothing was written")
         known[2].append((tuple(offsets), tuple(sizes)))
     entries: list[TensorEntry] = []
     at = 0
-    for name, (dtype, shape, boxes) in sorted(grouped.items(), key=lambda kv: -item_bytes(kv[1][0])):
-        chunks = []
-        for offsets, sizes in boxes:
-            end = at + elements(sizes) * item_bytes(dtype)
-            chunks.append(Chunk(offsets, sizes, at, end))
-            at = end
-        entries.append(TensorEntry(name, dtype, shape, tuple(chunks)))
-    table = TensorTable(image_bytes=at, block_bytes=block_bytes_for(at), tensors=tuple(entries), aliases=dict(aliases or {}))
-    if (fault := fault_of(table)) is not None:
-        raise Unstorable(f"the tensors cannot be laid out: {fault}", now="nothing was written")
-    return table
-
-
-def _is_unicode(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    for item in sorted(by_item, reverse=True):
+        for name, (dtype, shape, boxes) in by_item[item]:
+            chunks = []
+            for offsets, sizes in boxes:
+                if not _inside(offsets, sizes, shape):
+                    raise Unstorable(f"{name}: box {offsets} + {sizes} is outside {shape}", now="nothing was written")
+                end = at + elements(sizes) * item
+                chunks.append(Chunk(offsets, sizes, at, end))
+                at = end
+            entries.append(TensorEntry(name, dtype, shape, tuple(chunks)))
+    further = dict(aliases or {})
+    wrong = [alias for alias, name in further.items() if alias in grouped or name not in grouped]
+    if wrong:
+        raise Unstorable(f"{wrong[0]!r} cannot be a further name of {further[wrong[0]]!r}", now="nothing was written", todo="rename it")
+    return TensorTable(image_bytes=at, block_bytes=block_bytes_for(at), tensors=tuple(entries), aliases=further)
 
 
 def check_table(table: TensorTable, where: str) -> None:
@@ -81,14 +82,15 @@ def fault_of(table: TensorTable) -> str | None:
     names: set[str] = set()
     at = 0
     for entry in table.tensors:
-        if entry.name in names or entry.name in table.aliases:
-            return f"{entry.name!r} is there twice"
-        names.add(entry.name)
+        name, shape = entry.name, entry.shape
+        if name in names or name in table.aliases:
+            return f"{name!r} is there twice"
+        names.add(name)
         if not known_dtype(entry.dtype):
-            return f"{entry.name!r} has unknown dtype {entry.dtype!r}"
+            return f"{name!r} has unknown dtype {entry.dtype!r}"
         item = item_bytes(entry.dtype)
         for chunk in entry.chunks:
-            if not _inside(chunk, entry.shape):
+            if not _inside(chunk.offsets, chunk.sizes, shape):
                 return f"{entry.name!r}: box {chunk.offsets} + {chunk.sizes} is outside {entry.shape}"
             if chunk.begin != at or chunk.end - chunk.begin != elements(chunk.sizes) * item:
                 return f"{entry.name!r}: bytes {chunk.begin} to {chunk.end}; expected {at} to {at + elements(chunk.sizes) * item}"
@@ -123,7 +125,7 @@ def _elsewhere_fault(table: TensorTable) -> str | None:
             return f"{entry.name!r}: {fault}"
         item, end = item_bytes(entry.dtype), table.holders[entry.holder].image_bytes
         for chunk in entry.chunks:
-            if not _inside(chunk, entry.shape):
+            if not _inside(chunk.offsets, chunk.sizes, entry.shape):
                 return f"{entry.name!r}: box {chunk.offsets} + {chunk.sizes} is outside {entry.shape}"
             if not 0 <= chunk.begin <= chunk.end <= end or chunk.end - chunk.begin != elements(chunk.sizes) * item:
                 return f"{entry.name!r}: bytes {chunk.begin} to {chunk.end} of another file's {end}"
@@ -134,9 +136,9 @@ def _digests_fault(boxes: tuple[str, ...], count: int) -> str | None:
     return None if len(boxes) == count and all(len(d) == DIGEST_HEX for d in boxes) else f"{len(boxes)} digests for {count} boxes"
 
 
-def _inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
-    if chunk.sizes == shape and not any(chunk.offsets):  # the whole
-        return len(chunk.offsets) == len(shape) and min(shape, default=0) >= 0
-    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-        o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+def _inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    if sizes == shape and not any(offsets):  # the whole
+        return len(offsets) == len(shape) and min(shape, default=0) >= 0
+    return len(offsets) == len(sizes) == len(shape) and all(
+        o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
     )

@@ -17,7 +17,7 @@ MIN_BLOCK = 1 << 20
 MAX_BLOCKS = 1 << 15
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One box of a tensor in one image.
 
     Args:
@@ -33,7 +33,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One fully qualified name in a table: torch dtype name ("bfloat16"), global shape, the boxes held here."""
 
     name: str

@@ -215,26 +215,28 @@ class Capturer:
     def _build(self, sources: Sequence[Source], infos: dict[str, StateInfo], known: Mapping[str, object]) -> Plan:
         specs: list[Spec] = []
         aliases: dict[str, str] = {}
-        kept: list[tuple[Source, Box]] = []
+        kept: dict[str, tuple[Source, tuple[Box, ...]]] = {}
         stored: dict[object, str] = {}
         names: set[str] = set()
         for source in sources:
-            if source.name in names:
-                raise ConfigError(f"two values claim the name {source.name!r}", now="nothing was written", todo="rename one of them")
-            names.add(source.name)
-            part = held(source.tensor, source.name)
+            name = source.name
+            if name in names:
+                raise ConfigError(f"two values claim the name {name!r}", now="nothing was written", todo="rename one of them")
+            names.add(name)
+            part = held(source.tensor, name)
             if not self._writes(source, part):
                 continue
             boxes = part.boxes or self._empty(part)
             if not boxes:
                 continue
-            memory = known[source.name] if source.name in known else memory_key(source.tensor)
-            if memory in stored and not self._apart(source.name):
-                aliases[source.name] = stored[memory]
+            memory = known[name] if name in known else memory_key(source.tensor)
+            first = stored.setdefault(memory, name)
+            if first is not name and not self._apart(name):
+                aliases[name] = first
                 continue
-            stored.setdefault(memory, source.name)
-            specs.extend((source.name, dtype_name(source.tensor.dtype), part.shape, box.offsets, box.sizes) for box in boxes)
-            kept.extend((source, box) for box in boxes)
+            dtype = dtype_name(source.tensor.dtype)
+            specs += [(name, dtype, part.shape, box.offsets, box.sizes) for box in boxes]
+            kept[name] = source, boxes
         table = plan_image(specs, aliases)
         old = self._plan
         same = old is not None and old.table == table and old.states == infos
@@ -265,12 +267,9 @@ class Capturer:
         base = torch.frombuffer(target, dtype=torch.uint8, count=size)
         goal = self._goals.get(base.data_ptr())
         if goal is None or goal.layout_id != plan.layout_id:
-            goal = Goal(
-                base.data_ptr(),
-                plan.layout_id,
-                [image_views(base, b.pieces) for b in plan.live],
-                [image_views(base, b.pieces) for b in plan.frozen],
-            )
+            with without_gc():
+                live, frozen = ([image_views(base, batch.pieces) for batch in batches] for batches in (plan.live, plan.frozen))
+            goal = Goal(base.data_ptr(), plan.layout_id, live, frozen)
             for old in list(self._goals)[: max(0, len(self._goals) - _TARGETS + 1)]:
                 del self._goals[old]
             self._goals[base.data_ptr()] = goal

@@ -5,6 +5,7 @@ Nothing here copies tensors' bytes or talks to other ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -28,6 +29,7 @@ from ftckpt.trainer.naming import (
     scan_module,
     state_dict_of,
     state_key,
+    step_name,
 )
 from ftckpt.trainer.states import State
 from ftckpt.trainer.trees import Trees
@@ -89,7 +91,7 @@ def collect_static(states: tuple[State, ...]) -> Static:
         if state.kind == "module":
             _add_module(found, state, shared)
     for group in shared.values():  # tensors that share memory go to one writer
-        for name in group:
+        for name in group if len(group) > 1 else ():
             found.claims[name] = Claim(found.claims[name].kind, tuple(group), found.claims[group[0]].first)
     names = parameter_names(states) if any(state.kind == "optimizer" for state in states) else {}
     for state in states:
@@ -109,7 +111,7 @@ def _add_module(found: Static, state: State, shared: dict[object, list[str]]) ->
             found.sources.append(Source(name, tensor, live.role == "buffer" or tensor.is_conj() or tensor.is_neg(), name))
             found.memory[name] = memory_key(tensor)
         if not isinstance(tensor, DTensor):
-            found.claims[name] = Claim(f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", (name,), live.role != "param")
+            found.claims[name] = Claim(_kind(dtype_name(tensor.dtype), tensor.shape), (name,), live.role != "param")
             if live.role != "computed":
                 shared.setdefault(found.memory[name], []).append(name)
     for key in scan.extras:
@@ -121,18 +123,23 @@ def _add_module(found: Static, state: State, shared: dict[object, list[str]]) ->
     found.infos[state.name] = StateInfo(kind="module", partial=bool(scan.frozen), note=note)
 
 
+@functools.lru_cache(4096)
+def _kind(what: str, shape: torch.Size) -> str:
+    return f"{what} {tuple(shape)}"
+
+
 def _add_optimizer(found: Static, state: State, names: dict[int, tuple[str, str]]) -> None:
     parameters = optimizer_parameters(state, names)
     groups: list[list[str]] = [[] for _ in optimizer_groups(state)]
     for parameter in parameters:
         groups[parameter.group].append(parameter.fqn)
         claim = f"{state.name}/state/{path_name((parameter.fqn,))}"
-        found.claims[claim] = Claim(f"state of {tuple(parameter.tensor.shape)}", (claim,))
+        found.claims[claim] = Claim(_kind("state of", parameter.tensor.shape), (claim,))
         optimizer = state.parts[parameter.part]
         held = optimizer.state.get(parameter.tensor, {})
         for key, value in held.items():
             if isinstance(value, torch.Tensor):
-                name = f"{claim}/{path_name((key,))}"
+                name = f"{claim}/{step_name(key)}"
                 check_storable(value, name)
                 found.sources.append(Source(name, value, value.is_conj() or value.is_neg(), claim))
                 found.memory[name] = memory_key(value)

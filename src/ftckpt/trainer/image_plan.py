@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
-from ftckpt.trainer.layout import Box, Source, as_integers, box_view, integers_for
+from ftckpt.trainer.layout import INTEGERS, Box, Source, as_integers, box_view
 from ftckpt.trainer.naming import local_of
 
 
@@ -40,8 +42,8 @@ class Batch(NamedTuple):
             tensor = now.get(piece.source.name)
             if tensor is not None and (moved or tensor is not piece.source.tensor):
                 self.pieces[i] = piece._replace(source=piece.source._replace(tensor=tensor))
-                self.sources[i] = box_source(tensor, piece.box)
-                if _resolved(tensor) and i not in self.copied:
+                self.sources[i], resolved = _shown(tensor, piece.box)
+                if resolved and i not in self.copied:
                     self.copied.append(i)
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
@@ -51,7 +53,7 @@ class Batch(NamedTuple):
     def refresh(self) -> None:
         """Take the values that ``copied`` sources have now."""
         for i in self.copied:
-            self.sources[i] = box_source(self.pieces[i].source.tensor, self.pieces[i].box)
+            self.sources[i], _ = _shown(self.pieces[i].source.tensor, self.pieces[i].box)
 
 
 class Plan:
@@ -72,47 +74,56 @@ def _batches(pieces: Sequence[Piece], *, frozen: bool) -> list[Batch]:
     batches: dict[torch.device, Batch] = {}
     for piece in pieces:
         if piece.source.frozen == frozen:
-            view = box_source(piece.source.tensor, piece.box)
-            batch = batches.setdefault(view.device, Batch(view.device, [], [], []))
-            if _resolved(piece.source.tensor):
+            view, resolved = _shown(piece.source.tensor, piece.box)
+            device = view.device
+            batch = batches.get(device)
+            if batch is None:
+                batch = batches[device] = Batch(device, [], [], [])
+            if resolved:
                 batch.copied.append(len(batch.pieces))
             batch.pieces.append(piece)
             batch.sources.append(view)
     return list(batches.values())
 
 
-def place(table: TensorTable, kept: Sequence[tuple[Source, Box]]) -> list[Piece]:
+def place(table: TensorTable, kept: Mapping[str, tuple[Source, Sequence[Box]]]) -> list[Piece]:
     """Where the table puts each box, in image order; boxes without elements need no copy."""
-    ranges = {(entry.name, chunk.offsets): (chunk.begin, chunk.end) for entry in table.tensors for chunk in entry.chunks}
-    pieces = [Piece(source, box, *ranges[source.name, box.offsets]) for source, box in kept]
-    return sorted((p for p in pieces if p.end > p.begin), key=lambda p: p.begin)
+    return [
+        Piece(source, box, chunk.begin, chunk.end)
+        for entry in table.tensors
+        for source, boxes in (kept[entry.name],)
+        for box, chunk in zip(boxes, entry.chunks, strict=True)
+        if chunk.end > chunk.begin
+    ]
 
 
-def _resolved(tensor: torch.Tensor) -> bool:
-    """Whether what the tensor shows is nowhere in memory as it shows it."""
+def _shown(tensor: torch.Tensor, box: Box) -> tuple[torch.Tensor, bool]:
+    """What to copy for a box, as integers of the same size in row-major order; and whether it is nowhere in memory as the tensor shows it."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.is_conj() or local.is_neg()
-
-
-def box_source(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """What to copy for a box: integers of the same size, in row-major order of what the tensor shows."""
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    if local.is_conj() or local.is_neg():
+    resolved = local.is_conj() or local.is_neg()
+    if resolved:
         local = local.resolve_conj().resolve_neg()
-    return as_integers(box_view(local, box))
+    return as_integers(box_view(local, box)), resolved
 
 
 def image_views(base: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """The pieces' places in an image's bytes, as tensors of integers. Pieces one after another are cut from one view: far less work each."""
+    """The pieces' places in an image's bytes, as tensors of integers: one view of all of an item size, and from that one more for each piece."""
+    wholes: dict[int, tuple[torch.Tensor, int]] = {}
     views: list[torch.Tensor] = []
-    first = 0
-    while first < len(pieces):
-        kind, stop = integers_for(pieces[first].source.tensor), first + 1
-        while stop < len(pieces) and pieces[stop].begin == pieces[stop - 1].end and integers_for(pieces[stop].source.tensor) is kind:
-            stop += 1
-        run = pieces[first:stop]
-        whole = base[run[0].begin : run[-1].end].view(kind)
-        parts = torch.split(whole, [(p.end - p.begin) // kind.itemsize for p in run])
-        views += [part if len(p.box.sizes) == 1 else part.view(p.box.sizes) for p, part in zip(run, parts, strict=True)]
-        first = stop
+    for piece in pieces:
+        item = piece.source.tensor.element_size()
+        if item not in wholes:
+            wholes[item] = base[piece.begin : piece.begin + (len(base) - piece.begin) // item * item].view(INTEGERS[item]), piece.begin
+        whole, begin = wholes[item]
+        views.append(part_of(whole, (piece.begin - begin) // item, piece.box.sizes))
     return views
+
+
+def part_of(whole: torch.Tensor, start: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Elements ``start`` and following of a one-dimensional tensor as a row-major one of some sizes; in one step, unlike a slice's view."""
+    return whole.as_strided(sizes, _strides(sizes), whole.storage_offset() + start)
+
+
+@functools.lru_cache(4096)
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

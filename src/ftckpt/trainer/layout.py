@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import zlib
@@ -19,6 +20,7 @@ from ftckpt.trainer.group import Group
 from ftckpt.trainer.naming import local_of
 
 _NO_DISPATCH = (torch.Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__)
+_USUAL = frozenset({torch.Tensor, nn.Parameter})
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -60,6 +62,7 @@ class Held(NamedTuple):
     writes: bool
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")
@@ -71,6 +74,9 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
     Raises:
         Unstorable: meta, lazy, sparse, nested, quantized, or a subclass with behaviour of its own; names the key.
     """
+    if type(tensor) in _USUAL and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized):
+        item_bytes(dtype_name(tensor.dtype), key)  # most often, and many
+        return
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     item_bytes(dtype_name(local.dtype), key)
     if is_lazy(local):
@@ -94,9 +100,9 @@ def held(tensor: torch.Tensor, key: str) -> Held:
     Raises:
         Unstorable: a pending partial sum; names the key.
     """
-    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Held(shape, (Box((0,) * len(shape), (0,) * len(shape), shape),), True)
+        return _all_of(tensor.shape)
+    shape = tuple(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return Held(shape, (), False)
@@ -116,6 +122,12 @@ def held(tensor: torch.Tensor, key: str) -> Held:
     if not all(shape):  # without elements: one rank writes one empty box
         return Held(shape, (Box((0,) * len(shape), (0,) * len(shape), shape),), not any(coordinate))
     return Held(shape, _product(runs), writes)
+
+
+@functools.lru_cache(4096)
+def _all_of(shape: torch.Size) -> Held:
+    plain = tuple(shape)
+    return Held(plain, (Box((0,) * len(plain), (0,) * len(plain), plain),), True)
 
 
 def _runs(size: int, cuts: Sequence[tuple[Any, int, int]]) -> list[tuple[int, int]]:
@@ -157,6 +169,8 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 def box_view(local: torch.Tensor, box: Box) -> torch.Tensor:
     """The box's elements inside this rank's local tensor, without a copy."""
+    if box.sizes == local.shape:
+        return local
     for dim, (start, size) in enumerate(zip(box.local, box.sizes, strict=True)):
         if size != local.shape[dim]:
             local = local.narrow(dim, start, size)
@@ -174,7 +188,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- who writes what several ranks hold
-class Claim(msgspec.Struct, frozen=True, array_like=True):
+class Claim(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a rank says of one name that others may hold too.
 
     Args:

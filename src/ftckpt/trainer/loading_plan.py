@@ -67,7 +67,7 @@ class Part:
         """Let a stored tensor fill a live one, if it fits."""
         if is_lazy(tensor):
             self.problem(f"{key} is not initialised yet (a lazy module); run one forward first")
-        elif tuple(tensor.shape) != stored.shape:
+        elif tensor.shape != stored.shape:
             self.problem(f"{key} has shape {tuple(tensor.shape)}, stored is {stored.shape}")
         elif tensor.dtype != stored.dtype and not self._can_cast(key, tensor.dtype, stored.dtype):
             self.problem(f"{key} is {dtype_name(tensor.dtype)}, stored is {dtype_name(stored.dtype)} (strict='cast' would convert)")
@@ -81,15 +81,15 @@ class Part:
             if not same_content(self.index, other, stored):
                 self.problem(f"{key} shares memory here with what {other.name} fills, but they were stored with different values")
             return
-        local = local_of(tensor)
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         sink = Sink(stored, tensor, tensor.dtype != stored.dtype or local.is_conj() or local.is_neg())
         lost = lacking(sink)
         if lost:
             raise Damaged(
                 f"{stored.name}: {lost} elements are in none of the shards", now="nothing was changed", todo="take another generation"
             )
-        if any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
-            self._fill_expanded(key, stored, local)
+        if not local.is_contiguous() and any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
+            self._fill_expanded(key, stored, local.detach())
         else:
             self.sinks.append(sink)
 

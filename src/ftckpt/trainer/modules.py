@@ -24,7 +24,7 @@ def plan_module(part: Part, state: State, doc: Mapping[str, Any], info: StateInf
     """Check a module state against what was stored and record what to fill."""
     scan = scan_module(msgspec.structs.replace(state, only_trainable=False))
     stored = set(part.index.below(f"{part.source}/")) - {key for key in scan.extras if key in doc}
-    own = {key for key in stored if not any(key.startswith(f"{extra}/") for extra in doc)}
+    own = {key for key in stored if not any(key.startswith(f"{extra}/") for extra in doc)} if doc else stored
     for key in sorted(own - scan.tensors.keys()):
         part.unexpected(key)
     for key in sorted(doc.keys() - scan.extras.keys()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class Parameter(NamedTuple):
 
 def clean_key(key: str) -> str:
     """A ``state_dict`` key without the steps that wrappers add."""
-    return ".".join(step for step in key.split(".") if step not in _WRAPPERS)
+    return ".".join(step for step in key.split(".") if step not in _WRAPPERS) if any(step in key for step in _WRAPPERS) else key
 
 
 def memory_key(tensor: torch.Tensor) -> object:
@@ -182,6 +183,11 @@ def optimizer_groups(state: State) -> list[dict[str, Any]]:
     return [group for optimizer in state.parts for group in optimizer.param_groups]
 
 
+def step_name(key: object) -> str:
+    """As ``path_name`` of one key; quick for those that stand as they are."""
+    return key if type(key) is str and key.isascii() and key.isidentifier() else path_name((key,))
+
+
 def state_key(name: str, fqn: str, key: object) -> str:
     """Table name of one value of an optimizer's state."""
     return f"{name}/state/{path_name((fqn, key))}"
@@ -194,6 +200,7 @@ def loose_state(optimizer: Optimizer) -> dict[object, Any]:
     return {key: value for key, value in loose.items() if not (isinstance(key, torch.Tensor) and not value)}
 
 
+@functools.lru_cache(1024)
 def key_of(step: str) -> object:
     """The key that ``path_name`` wrote as one step (strings and the short forms; others stay as they are written)."""
     if step[:2] == "~i":

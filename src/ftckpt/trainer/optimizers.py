@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ftckpt.format.leaves import path_name
 from ftckpt.trainer.loading_plan import Part
-from ftckpt.trainer.naming import Parameter, key_of, optimizer_groups, optimizer_parameters
+from ftckpt.trainer.naming import Parameter, key_of, optimizer_groups, optimizer_parameters, step_name
 from ftckpt.trainer.states import State
 from ftckpt.trainer.stored import Stored
 
@@ -46,12 +46,13 @@ class OptimizerPart:
             self._part.problem("its parameter groups are not stored")
             return
         saved = self._saved()
-        live = {path_name((p.fqn,)) for p in self._parameters}
+        paths = [path_name((p.fqn,)) for p in self._parameters]
+        live = set(paths)
         for fqn in sorted({path_name((f,)) for f in self._place} | set(saved)):
             if fqn not in live:
                 self._part.unexpected(f"state/{fqn}")
-        for parameter in self._parameters:
-            self._plan_parameter(parameter, saved.get(path_name((parameter.fqn,)), {}))
+        for parameter, path in zip(self._parameters, paths, strict=True):
+            self._plan_parameter(parameter, path, saved.get(path, {}))
         self._plan_groups()
         self._plan_loose()
 
@@ -60,21 +61,21 @@ class OptimizerPart:
         saved: dict[str, dict[object, Any]] = {}
         loose = self._doc.get("state", {})
         for name in self._part.index.below(f"{self._part.source}/state/"):
-            steps = name.split("/")
-            if len(steps) == 2:
-                saved.setdefault(steps[0], {})[key_of(steps[1])] = self._part.stored(f"state/{name}")
+            fqn, within, key = name.partition("/")
+            if within and "/" not in key:
+                saved.setdefault(fqn, {})[key_of(key)] = self._part.stored(f"state/{name}")
         for fqn, values in loose.items():
             for key, node in values.items():
                 saved.setdefault(path_name((fqn,)), {})[key_of(key)] = _Value(self._part.decode(node))
         return saved
 
-    def _plan_parameter(self, parameter: Parameter, saved: dict[object, Any]) -> None:
+    def _plan_parameter(self, parameter: Parameter, path: str, saved: dict[object, Any]) -> None:
         place = self._place.get(parameter.fqn)
         if place is None:
-            self._part.missing(f"state/{path_name((parameter.fqn,))}")
+            self._part.missing(f"state/{path}")
             return
         shape = tuple(place[0]["shapes"][place[1]])
-        if shape != tuple(parameter.tensor.shape):
+        if shape != parameter.tensor.shape:
             self._part.problem(f"{parameter.fqn}: stored for shape {shape}, the parameter has {tuple(parameter.tensor.shape)}")
             return
         optimizer: Optimizer = self._state.parts[parameter.part]
@@ -86,17 +87,17 @@ class OptimizerPart:
         values: dict[object, Any] = {}
         for key, value in saved.items():
             self._part.report.loaded += 1
-            values[key] = value.value if isinstance(value, _Value) else self._target(parameter, key, value, live.get(key))
+            values[key] = value.value if isinstance(value, _Value) else self._target(parameter, path, key, value, live.get(key))
         for key, value in live.items():
             if key not in values:
-                self._part.missing(f"state/{path_name((parameter.fqn, key))}")
+                self._part.missing(f"state/{path}/{step_name(key)}")
                 values[key] = value
         self._part.finals.append(lambda: _assign(optimizer, parameter.tensor, values))
 
-    def _target(self, parameter: Parameter, key: object, stored: Stored, live: object) -> torch.Tensor:
+    def _target(self, parameter: Parameter, path: str, key: object, stored: Stored, live: object) -> torch.Tensor:
         """The tensor that the stored one is read into: the live one if it fits, else a new one as the optimizer would make it."""
         if isinstance(live, torch.Tensor):
-            self._part.sink(f"state/{path_name((parameter.fqn, key))}", stored, live)
+            self._part.sink(f"state/{path}/{step_name(key)}", stored, live)
             return live
         tensor = parameter.tensor
         device = tensor.device
@@ -106,15 +107,15 @@ class OptimizerPart:
         shared = self._allocated.get((stored.name, device))
         if shared is not None:
             return shared
-        if stored.shape == tuple(tensor.shape) and (stored.shape or key != "step"):
-            new = torch.empty_like(tensor.detach(), dtype=stored.dtype)
+        if stored.shape == tensor.shape and (stored.shape or key != "step"):
+            new = torch.empty_like(tensor.detach() if isinstance(tensor, DTensor) else tensor, dtype=stored.dtype, requires_grad=False)
         else:
             new = torch.empty(stored.shape, dtype=stored.dtype, device=device)
             if isinstance(tensor, DTensor) and stored.shape:
                 mesh = tensor.device_mesh
                 new = DTensor.from_local(new, mesh, [Replicate()] * mesh.ndim, run_check=False)
         self._allocated[stored.name, device] = new
-        self._part.sink(f"state/{path_name((parameter.fqn, key))}", stored, new)
+        self._part.sink(f"state/{path}/{step_name(key)}", stored, new)
         return new
 
     # ------------------------------------------------------------ parameter groups

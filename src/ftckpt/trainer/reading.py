@@ -4,72 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ftckpt.format.image import Image
-from ftckpt.format.table import Chunk
-from ftckpt.trainer.copying import copy_one, plain
-from ftckpt.trainer.layout import as_integers, box_view, held, integers_for
-from ftckpt.trainer.naming import local_of
+from ftckpt.trainer.copying import copy_one
+from ftckpt.trainer.image_plan import part_of
+from ftckpt.trainer.layout import as_integers
+from ftckpt.trainer.reading_plan import Job, Sink, Task, jobs_of, lacking, one_run
 from ftckpt.trainer.stored import Index, Stored
 
-_SMALL = 32 << 10  # boxes up to this many bytes are copied together
-
-
-class Sink(NamedTuple):
-    """A live tensor and the stored one that fills it; ``typed``: the dtypes differ and values are converted."""
-
-    stored: Stored
-    tensor: torch.Tensor
-    typed: bool
-
-
-class _Task(NamedTuple):
-    """One stored box, of which the elements [low, high), looked at as ``view``, go into ``target``.
-
-    ``flat``: the target as one array, if it is one run of elements here and in the box, which NumPy copies with the least work per
-    block; else None. ``shift``: the element of the box at which it begins. ``together``: a small box that is needed whole, which is
-    copied with others of its block.
-    """
-
-    image: int
-    chunk: Chunk
-    view: torch.dtype
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-    target: torch.Tensor
-    flat: Any
-    shift: int
-    together: bool
-
-
-class _Job(NamedTuple):
-    """Consecutive blocks of one image, and all that goes somewhere from them."""
-
-    image: Image
-    first: int
-    stop: int
-    tasks: list[_Task]
-
-
-def lacking(sink: Sink) -> int:
-    """How many elements that this rank needs are in no image."""
-    if _whole(sink):
-        return 0
-    need = have = 0
-    for box in held(sink.tensor, sink.stored.name).boxes:
-        need += math.prod(box.sizes)
-        for _, chunk in sink.stored.chunks:
-            low = [max(a, b) for a, b in zip(box.offsets, chunk.offsets, strict=True)]
-            high = [min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)]
-            have += math.prod(max(0, h - lo) for lo, h in zip(low, high, strict=True))
-    return need - have
+__all__ = ["Sink", "borrow", "lacking", "read_all", "read_whole", "same_content"]
 
 
 def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
@@ -84,10 +32,11 @@ def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
     Raises:
         Damaged: a block does not match its digest. No byte of that block is in a live tensor, but others may have been filled.
     """
-    for sink in sinks:
+    brought = [type(image).need is not Image.need for image in index.images]
+    for sink in sinks if any(brought) else ():
         for number, chunk in sink.stored.chunks:
             index.images[number].need(chunk.begin, chunk.end)
-    jobs, odd, size = _jobs(index.images, [task for sink in sinks for task in _tasks(sink)])
+    jobs, odd, size = jobs_of(index.images, sinks)
     for task in odd:
         _run_odd(index.images[task.image], task)
     queue, lock, stop = iter(jobs), threading.Lock(), threading.Event()
@@ -118,98 +67,12 @@ def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
     return size
 
 
-def _whole(sink: Sink) -> bool:
-    """Whether one box of one image is all of a tensor that is all here, and it has elements."""
-    chunks = sink.stored.chunks
-    return len(chunks) == 1 and not isinstance(sink.tensor, DTensor) and chunks[0][1].sizes == sink.tensor.shape and all(sink.tensor.shape)
-
-
-def _tasks(sink: Sink) -> Iterator[_Task]:
-    stored = sink.stored
-    if _whole(sink) and stored.chunks[0][1].end - stored.chunks[0][1].begin <= _SMALL and not sink.typed:  # most often, and many
-        number, chunk = stored.chunks[0]
-        target = sink.tensor.detach()
-        if not (target.is_conj() or target.is_neg()):
-            integers = integers_for(target)
-            yield _Task(number, chunk, integers, (0,) * len(chunk.sizes), chunk.sizes, target.view(integers), None, 0, True)
-            return
-    local = None
-    for box in held(sink.tensor, stored.name).boxes:
-        if not all(box.sizes):
-            continue
-        for image, chunk in stored.chunks:
-            low = tuple(max(0, a - b) for a, b in zip(box.offsets, chunk.offsets, strict=True))
-            high = tuple(min(n, a + m - b) for a, m, b, n in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True))
-            if any(h <= lo for lo, h in zip(low, high, strict=True)):
-                continue
-            local = local_of(sink.tensor) if local is None else local
-            target = box_view(local, box)
-            for dim, (lo, h) in enumerate(zip(low, high, strict=True)):
-                start = chunk.offsets[dim] + lo - box.offsets[dim]
-                if h - lo != target.shape[dim]:
-                    target = target.narrow(dim, start, h - lo)
-            integers = integers_for(target)
-            view, target = (stored.dtype, target) if sink.typed else (integers, target.view(integers))
-            small = chunk.end - chunk.begin <= _SMALL
-            together = small and high == chunk.sizes and not any(low) and not (target.is_conj() or target.is_neg())
-            run = (
-                not small and _one_run(chunk.sizes, low, high) and target.is_contiguous() and target.dtype == view and plain(target, target)
-            )
-            shift = low[0] * math.prod(chunk.sizes[1:]) if low else 0
-            yield _Task(image, chunk, view, low, high, target, target.view(-1).numpy() if run else None, shift, together)
-
-
-def _one_run(sizes: tuple[int, ...], low: tuple[int, ...], high: tuple[int, ...]) -> bool:
-    """Whether the elements [low, high) of a box lie one after another."""
-    return high[1:] == sizes[1:] and not any(low[1:])
-
-
-def _jobs(images: Sequence[Image], tasks: Sequence[_Task]) -> tuple[list[_Job], list[_Task], int]:
-    """What is taken from which blocks, in the images' order; boxes whose elements lie across blocks; bytes of all."""
-    blocks: dict[tuple[int, int], list[_Task]] = {}
-    odd, total = [], 0
-    for task in sorted(tasks, key=lambda t: (t.image, t.chunk.begin)):
-        block_bytes, item = images[task.image].table.block_bytes, task.view.itemsize
-        straddles = block_bytes % item or task.chunk.begin % item
-        if straddles:
-            odd.append(task)
-        for begin, end in _spans(task.chunk.begin, task.chunk.sizes, task.low, task.high, item, block_bytes):
-            total += end - begin
-            for block in range(begin // block_bytes, 0 if straddles else -(-end // block_bytes)):
-                there = blocks.setdefault((task.image, block), [])
-                if not there or there[-1] is not task:
-                    there.append(task)
-    jobs: list[_Job] = []
-    for (number, block), there in sorted(blocks.items(), key=lambda item: item[0]):
-        image, last = images[number], jobs[-1] if jobs else None
-        if last is not None and last.image is image and last.stop == block < last.first + image.window:
-            new = [task for task in there if task is not last.tasks[-1]]
-            jobs[-1] = _Job(image, last.first, block + 1, last.tasks + new)
-        else:
-            jobs.append(_Job(image, block, block + 1, there))
-    return jobs, odd, total
-
-
-def _spans(
-    begin: int, sizes: tuple[int, ...], low: tuple[int, ...], high: tuple[int, ...], item: int, block: int
-) -> Iterator[tuple[int, int]]:
-    """Ranges of an image's bytes in which the elements [low, high) of a row-major box lie; what lies between rows shorter than a block counts."""
-    row = math.prod(sizes[1:]) * item
-    if not sizes:
-        yield begin, begin + item
-    elif row <= block or _one_run(sizes, low, high):
-        yield begin + low[0] * row, begin + high[0] * row
-    else:
-        for i in range(low[0], high[0]):
-            yield from _spans(begin + i * row, sizes[1:], low[1:], high[1:], item, block)
-
-
-def _run(job: _Job, room: memoryview) -> None:
+def _run(job: Job, room: memoryview) -> None:
     data = job.image.checked(job.first, job.stop, room)
     base = job.first * job.image.table.block_bytes
-    memory = None
+    memory = borrow(data)
+    seen_as: dict[torch.dtype, torch.Tensor] = {}  # all of it
     targets, sources = [], []
-    run: list[_Task] = []  # small boxes one after another: cut from one view, which is far less work each
     for task in job.tasks:
         chunk, item = task.chunk, task.view.itemsize
         begin, end = max(chunk.begin, base), min(chunk.end, base + len(data))
@@ -220,31 +83,20 @@ def _run(job: _Job, room: memoryview) -> None:
             if first < last:
                 np.copyto(task.flat[first:last], np.frombuffer(data, task.flat.dtype, last - first, begin - base + (first - at) * item))
             continue
-        memory = borrow(data) if memory is None else memory
         if task.together and end - begin == chunk.end - chunk.begin:
-            if run and (run[-1].chunk.end != begin or run[-1].view is not task.view):
-                sources += _cut(memory, base, run)
-                run = []
-            run.append(task)
+            whole = seen_as.get(task.view)
+            if whole is None:
+                whole = seen_as[task.view] = memory[: len(memory) // item * item].view(task.view)
             targets.append(task.target)
+            sources.append(part_of(whole, (begin - base) // item, chunk.sizes))
             continue
         part = memory[begin - base : end - base].view(task.view)
         _fill(task.target, task.low, task.high, chunk.sizes, start, part)
-    if memory is not None and run:
-        sources += _cut(memory, base, run)
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
-def _cut(memory: torch.Tensor, base: int, run: Sequence[_Task]) -> list[torch.Tensor]:
-    """Boxes that lie one after another in a block, as tensors."""
-    view = run[0].view
-    whole = memory[run[0].chunk.begin - base : run[-1].chunk.end - base].view(view)
-    parts = torch.split(whole, [(task.chunk.end - task.chunk.begin) // view.itemsize for task in run])
-    return [part if len(task.chunk.sizes) == 1 else part.view(task.chunk.sizes) for part, task in zip(parts, run, strict=True)]
-
-
-def _run_odd(image: Image, task: _Task) -> None:
+def _run_odd(image: Image, task: Task) -> None:
     """A box whose elements do not keep to blocks, whole (only other writers lay out images like that)."""
     with torch.no_grad():
         source = borrow(image.range(task.chunk.begin, task.chunk.end)).clone().view(task.view)
@@ -256,7 +108,7 @@ def _fill(
 ) -> None:
     """Elements ``start`` and following of a box, counted row-major, into ``target`` as far as they are among [low, high), which it is for."""
     row = math.prod(sizes[1:])
-    if _one_run(sizes, low, high):
+    if one_run(sizes, low, high):
         shift = low[0] * row if sizes else 0
         first, last = max(start, shift), min(start + source.numel(), shift + target.numel())
         if first < last:

@@ -36,13 +36,17 @@ class Index:
         self.images = tuple(images)
         self._tensors: dict[str, Stored] = {}
         self._aliases: dict[str, str] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for number, image in enumerate(images):
             self._aliases.update(image.table.aliases)
             for entry in image.table.tensors:
-                chunks = tuple((number, chunk) for chunk in entry.chunks)
+                chunks = tuple([(number, chunk) for chunk in entry.chunks])
                 known = self._tensors.get(entry.name)
                 if known is None:
-                    self._tensors[entry.name] = Stored(entry.name, torch_dtype(entry.dtype, entry.name), entry.shape, chunks)
+                    dtype = dtypes.get(entry.dtype)
+                    if dtype is None:
+                        dtype = dtypes[entry.dtype] = torch_dtype(entry.dtype, entry.name)
+                    self._tensors[entry.name] = Stored(entry.name, dtype, entry.shape, chunks)
                     continue
                 if (dtype_name(known.dtype), known.shape) != (entry.dtype, entry.shape):
                     raise Damaged(
@@ -55,7 +59,7 @@ class Index:
 
     def get(self, name: str) -> Stored | None:
         """A stored tensor by its name or an alias."""
-        return self._tensors.get(self._aliases.get(name, name))
+        return self._tensors.get(self._aliases.get(name, name) if self._aliases else name)
 
     def below(self, prefix: str) -> Iterator[str]:
         """Names and aliases that begin with ``prefix``, without it."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from ftckpt.format.leaves import decode_leaves
 from ftckpt.trainer.capture import Capturer
+from ftckpt.trainer.garbage import without_gc
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.restore import restore
 
@@ -66,3 +67,33 @@ def test_a_restore_needs_no_second_copy_of_the_state(threads):
     restore(states, [image], docs, plan.states, threads=threads)
     assert status("VmHWM") - before < 8 * MB
     assert plan.table.image_bytes > 90 * MB
+
+
+@pytest.mark.quick
+def test_the_collector_comes_back_after_the_last_of_two_threads_that_kept_it_away():
+    inside, go_on = threading.Event(), threading.Event()
+
+    def other():
+        with without_gc():
+            inside.set()
+            go_on.wait(30)
+
+    thread = threading.Thread(target=other)
+    with without_gc():
+        thread.start()
+        assert inside.wait(30)
+    assert not gc.isenabled()
+    go_on.set()
+    thread.join(30)
+    assert gc.isenabled()
+
+
+@pytest.mark.quick
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    try:
+        with without_gc(), without_gc():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
