@@ -16,7 +16,7 @@ from ftckpt.trainer.finishing import Finishing
 from ftckpt.trainer.joining import Joining
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader
-from ftckpt.trainer.opening import Opened
+from ftckpt.trainer.opening import LOG_WAIT_S, Opened
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.resuming import Resumer, ResumeReport
@@ -130,7 +130,7 @@ class Rank:
         if self._resumer is None:
             self._resumer = Resumer(
                 self.store, self.log, self.settings.job, self.group, self.loader, self.replica,
-                fence=self.manager is None, writes=not self.reads_only, load_s=self.settings.deadlines.load_s,
+                fence=self.manager is None, writes=not self.reads_only, load_s=self.settings.deadlines.load_s, log_wait=LOG_WAIT_S if self.manager is not None else 0.0,
             )  # fmt: skip
         return self._resumer
 

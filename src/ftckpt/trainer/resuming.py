@@ -14,13 +14,14 @@ from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.ledger import Entry, own_entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, NothingLoadable, StoreError, TailMoved
+from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, LogUnreachable, NothingLoadable, StoreError, TailMoved
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import UNREAD_PAUSES_S, choose
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.agreeing import Agreeing, Overtaken, Word
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
+from ftckpt.trainer.opening import await_log
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.restore import RestoreReport
 
@@ -77,6 +78,7 @@ class Resumer:
         fence: append an ``open`` entry whatever is resumed (without torchft, where no quorum decides who goes on).
         writes: whether the log may be written at all; a reader's is not.
         load_s: seconds that a rank that has loaded waits for the others of its group; their loads may differ by minutes.
+        log_wait: seconds that a log which went away since it was opened is waited for (see ``opening.await_log``).
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class Resumer:
         fence: bool,
         writes: bool = True,
         load_s: float = Deadlines().load_s,
+        log_wait: float = 0.0,
     ) -> None:
+        self._log_wait = log_wait
         self._store, self._log, self._job, self._group = store, log, job, group
         self._loader, self._replica, self._fence, self._writes = loader, replica, fence and writes, writes
         self._options, self._load_s, self._base = LoadOptions(), load_s, -1
@@ -195,6 +199,15 @@ class Resumer:
 
     # ------------------------------------------------------------------ steps
     def _choose(self, request: Request, faults: dict[str, Fault | None], *, adopt: bool) -> Choice:
+        try:
+            return self._chosen(request, faults, adopt=adopt)
+        except LogUnreachable:  # all ranks alike
+            if not self._log_wait:
+                raise
+            await_log(self._log, self._log_wait)
+            return self._chosen(request, faults, adopt=adopt)
+
+    def _chosen(self, request: Request, faults: dict[str, Fault | None], *, adopt: bool) -> Choice:
         def make() -> Word:
             end, again = time.monotonic() + FIRST_S, True
             while True:
