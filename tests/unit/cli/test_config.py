@@ -139,6 +139,7 @@ def test_no_order_of_deadlines_that_breaks_the_hierarchy_is_accepted(given_: dic
         and d.heal_stall_s < d.heal_s
         and d.step_s <= d.quorum_s
         and d.step_s < d.heal_s
+        and d.step_s <= d.capture_s
         and d.term_s < 30
         and d.cursors_s + d.log_s <= d.close_s
     )
