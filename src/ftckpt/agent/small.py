@@ -44,14 +44,25 @@ class SmallFiles:
         self._done.set_result(None)
 
     def wait(self) -> None:
-        """Return when they are durable; raises what writing them raised."""
+        """Return when they are durable, and say again whose attempt it is if that is not there any more; raises what writing them raised.
+
+        Where this agent stood still a clean-up may have removed the directory: what becomes visible in it now must be known as its own.
+        """
         self._done.result()
+        if not self._store.exists(self._claim):
+            self._put_claim()
+
+    @property
+    def _claim(self) -> str:
+        rank = self._job.config.rank
+        return f"{self._job.directory}/{f'{CLAIMS}/r{rank:05d}.json' if rank else INTENT}"
+
+    def _put_claim(self) -> bool:
+        return self._store.put(self._claim, encode(intent_of(self._job)), if_absent=True)
 
     def _write(self) -> None:
         job, config = self._job, self._job.config
-        if config.rank:
-            self._store.put(f"{job.directory}/{CLAIMS}/r{config.rank:05d}.json", encode(intent_of(job)), if_absent=True)
-        elif not self._store.put(f"{job.directory}/{INTENT}", encode(intent_of(job)), if_absent=True):
+        if not self._put_claim() and config.rank == 0:
             raise StoreError(
                 f"attempt {job.name} exists already",
                 now="it was not changed; this save was not stored",

@@ -77,13 +77,13 @@ class Plan:
 
     @property
     def partial(self) -> bool:
-        """Whether a group may rightly make a step again that another one has made, and not got into the log.
+        """Whether a group may rightly make a step again that another one has made, and not got into the log."""
+        return self.torchft and (self.late > 0 or any(a.kind.startswith(("stop", "cut", "log", "lost", "disk")) for a in self.acts))
 
-        Where a replica may train alone, one that is started again also does it when the others' trainers have just come to their end.
-        """
-        alone = ("kill",) if 2 * self.least <= self.replicas else ()
-        kinds = ("stop", "cut", "log", "lost", "disk", *alone)
-        return self.torchft and (self.late > 0 or any(a.kind.startswith(kinds) for a in self.acts))
+    @property
+    def split(self) -> bool:
+        """Whether a replica may train alone by the user's word, also while others, which have made the same steps, are coming to their end."""
+        return self.torchft and 2 * self.least <= self.replicas
 
     def arm(self, world: World) -> None:
         """Plan everything in the world's scheduler."""

@@ -302,7 +302,8 @@ class World:
         for handle in self.handles:
             excused = handle.agent.process.name in self.excused or bool(self.plan.forks)
             # a step that only some of the groups committed was made again by the others
-            partial = self.plan.partial and any(r.kind == "generation" and r.step >= handle.step for r in self.judge.entries.values())
+            later = [r for r in self.judge.entries.values() if r.kind == "generation" and r.step >= handle.step]
+            partial = bool(later) if self.plan.partial else self.plan.split and any(self._apart(handle, r.node) for r in later)
             listed = any(r.node == handle.node and r.kind == "generation" for r in self.judge.entries.values())
             if handle.state == "committed" and not listed and not self.judge.rebuilt:
                 self.judge.blame("ACK", f"{handle.who} was told that step {handle.step} is committed, and it never was in the log")
@@ -315,6 +316,12 @@ class World:
                 and not any(a in self.excused for a in self._group_agents(handle))
             ):
                 self.judge.blame("PROMISE", f"the save of step {handle.step} by {handle.who} is nowhere ({handle.state}: {handle.error})")
+
+    def _apart(self, handle: Handle, node: int) -> bool:
+        """Whether a state came by the step that was saved, but as others made it, or fewer: what all make again together was lost."""
+        at = next(n for n in reversed(self.judge.line(node)) if self.judge.nodes[n].step == handle.step)  # not an opening after it
+        mine, theirs = ({who for who, _ in self.judge.nodes[n].batches} for n in (handle.node, at))
+        return mine != theirs
 
     def _group_agents(self, handle: Handle) -> list[str]:
         replica = handle.who.split(".")[0]
