@@ -19,7 +19,9 @@ from ftckpt.errors import Unstorable
 from ftckpt.format.leaves import decode_leaves
 from ftckpt.trainer import trees
 from ftckpt.trainer.capture import Capturer
+from ftckpt.trainer.collect import signature
 from ftckpt.trainer.group import Group
+from ftckpt.trainer.layout import Source
 from ftckpt.trainer.restore import restore
 
 
@@ -243,3 +245,81 @@ def test_a_sharded_tensor_in_a_tree_that_is_laid_out_anew_is_planned_anew():
         assert torch.equal(torch.frombuffer(memory[:32], dtype=torch.float32).view(4, 2), whole)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.covers("I5", "F39")
+def test_a_key_that_is_equal_and_of_another_type_is_the_one_that_is_stored():
+    tree = {"d": {1: "x", "z": "y"}}
+    capturer = Capturer(registry(tree=tree), Group())
+    assert alike(comes_back(capturer, "tree")[0], tree)
+    tree["d"] = {True: "x", "z": "y"}
+    assert alike(comes_back(capturer, "tree")[0], tree)
+
+
+@pytest.mark.covers("I5")
+def test_a_tensor_whose_place_something_else_has_taken_is_no_longer_in_the_image():
+    tree = {"a": torch.ones(3), "b": torch.ones(2)}
+    capturer = Capturer(registry(tree=tree), Group())
+    assert [e.name for e in take(capturer)[0].table.tensors] == ["tree/a", "tree/b"]
+    tree["a"] = 3
+    plan, _, memory = take(capturer)
+    assert [e.name for e in plan.table.tensors] == ["tree/b"]
+    assert len(memory) == 8
+
+
+class Noted(nn.Module):
+    """Its ``state_dict`` has a word of its own, while there is one."""
+
+    note: str | None = "first"
+
+    def state_dict(self, *args, **options):
+        return super().state_dict(*args, **options) | ({"note": self.note} if self.note else {})
+
+
+@pytest.mark.covers("I5")
+def test_a_value_that_a_module_no_longer_gives_is_not_in_the_next_save():
+    model = Noted()
+    capturer = Capturer(registry(model=model), Group())
+    assert decode_leaves(take(capturer)[1], "leaves")["model"] == {"note": "first"}
+    model.note = "second"
+    assert decode_leaves(take(capturer)[1], "leaves")["model"] == {"note": "second"}
+    model.note = None
+    assert "model" not in decode_leaves(take(capturer)[1], "leaves")
+
+
+@pytest.mark.covers("I5")
+def test_shapes_of_parameters_that_no_module_has_are_those_of_the_save():
+    parameter = nn.Parameter(torch.zeros(2))
+    capturer = Capturer(registry(optimizer=torch.optim.SGD([parameter], lr=0.1)), Group())
+
+    def shapes():
+        groups = decode_leaves(take(capturer)[1], "leaves")["optimizer"]["groups"]
+        return [group["shapes"] for found in groups.values() for group in found]
+
+    assert shapes() == [[[2]]]
+    parameter.data = torch.zeros(5, 1)
+    assert shapes() == [[[5, 1]]]
+
+
+def test_a_tensor_that_is_alike_on_another_device_is_not_the_same_in_a_plan():
+    one, other = torch.zeros(2), torch.zeros(2, device="meta")
+    assert signature([Source("t", one, True, "t")], {}) == signature([Source("t", one.clone(), True, "t")], {})
+    assert signature([Source("t", one, True, "t")], {}) != signature([Source("t", other, True, "t")], {})
+
+
+@pytest.mark.covers("I5", "F39")
+def test_a_tensor_below_a_key_of_any_kind_is_the_one_that_is_there_now():
+    tree = {(1, "a"): torch.ones(2), "kept": 1}
+    capturer = Capturer(registry(tree=tree), Group())
+    assert alike(comes_back(capturer, "tree")[0], tree)
+    tree[1, "a"] = torch.zeros(2)
+    assert alike(comes_back(capturer, "tree")[0], tree)
+
+
+@pytest.mark.covers("I5")
+def test_a_tensor_in_the_place_of_a_parameter_comes_back_as_what_it_is():
+    tree = {"w": torch.ones(2)}
+    capturer = Capturer(registry(tree=tree), Group())
+    for value in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)):
+        tree["w"] = value
+        assert alike(comes_back(capturer, "tree")[0], tree)

@@ -291,6 +291,73 @@ def test_the_next_save_hands_the_last_one_over_first(device, slots):
     assert not hooks
 
 
+@pytest.mark.covers("I5", "I6")
+@pytest.mark.parametrize("slots", [1, 2])
+def test_of_two_saves_in_a_row_each_has_what_was_there_when_it_was_made(device, slots):
+    world = World(slots=slots)
+    images, handles = [], []
+    for _ in range(2):  # no optimizer's step between them, only what forward changes
+        images.append(world.shown())
+        handles.append(world.ckpt.save())
+        world.net(torch.ones(3, 4))
+    assert [h.in_flight for h in handles] == [False, True]
+    assert world.agent.bytes == images[:1]
+    world.train()
+    assert world.agent.bytes == images
+    assert images[0] != images[1]
+    assert all(h.captured for h in handles)
+    world.ckpt.close()
+
+
+def changed_in_place(world, device):
+    with torch.no_grad():
+        world.net[0].weight.mul_(2.0)
+
+
+FAILURES = {
+    "a change in place": (changed_in_place, errors.SaveFailed),
+    "the device": (lambda world, device: setattr(device, "broken", RuntimeError("illegal access")), errors.SaveFailed),
+    "the agent": (lambda world, device: setattr(world.agent, "refuse", errors.AgentError("it has gone")), errors.AgentError),
+}
+
+
+@pytest.mark.covers("I14", "I5")
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_failure_of_the_first_of_two_saves_is_raised_by_the_second_once_and_the_third_is_stored(device, failure):
+    world, (fail, error) = World(slots=2), FAILURES[failure]
+    first = world.ckpt.save()
+    fail(world, device)
+    with pytest.raises(error):
+        world.ckpt.save()
+    assert first.done
+    assert not first.captured
+    device.broken = world.agent.refuse = None
+    image = world.shown()
+    third = world.ckpt.save()
+    world.train()
+    assert third.captured
+    assert world.agent.bytes == [image]
+    world.ckpt.step()  # nothing is owed any more
+    world.ckpt.close()
+
+
+@pytest.mark.covers("I14", "I5")
+def test_a_step_saves_though_the_save_of_the_step_before_failed_and_tells_of_that_once(device):
+    world = World(policy=Every(1))
+    world.ckpt.step()
+    changed_in_place(world, device)
+    world.train()
+    image = world.shown()
+    with pytest.raises(errors.SaveFailed, match=r"step 1: 'model/0\.weight' was changed"):
+        world.ckpt.step()
+    world.train()
+    assert world.agent.bytes == [image]
+    world.ckpt.step()
+    assert world.heard == [2]
+    world.ckpt.close()
+    assert world.heard[:1] == [2]
+
+
 @pytest.mark.covers("I5")
 def test_what_forward_changes_is_held_apart_before_save_returns(world):
     before = world.shown()
