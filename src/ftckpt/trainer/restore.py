@@ -70,32 +70,29 @@ def restore(
     """
     chosen = _choose(registry, only, exclude, sources, strict, on_mismatch)
     with without_gc():
-        index = Index(images)
-        claimed: dict[object, Stored] = {}
+        index, claimed = Index(images), dict[object, Stored]()
         names = parameter_names(registry.of_scope("shared"))
-        parts: list[Part] = []
-        problems: list[str] = []
-        report = RestoreReport()
-        read: set[str] = set()
-        for state in sorted(chosen, key=lambda s: _ORDER[s.kind]):
+
+        def planned(state: State) -> Part:
             source = _source(state.name, sources or {}, states)
-            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), claimed)
-            read.add(part.source)
-            fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
+            stored = source or _wanted(state.name, sources or {})[0]
+            part = Part(state.name, stored, index, _for(strict, state.name, "exact"), claimed)
             _plan(part, state, source, leaves, states, names, meta)
-            if part.problems and fresh:
-                part.report.notes += part.problems
-                part = _left_alone(part)
-            problems += part.problems
-            parts.append(part)
-        raise_all(problems)
-        report.bytes = _fill(index, parts, threads, placed or {})
-    for part in parts:
+            return _left_alone(part) if part.problems and _may_be_fresh(state, on_mismatch) else part
+
+        parts = {state.name: planned(state) for state in sorted(chosen, key=lambda s: _ORDER[s.kind])}
+        raise_all([problem for part in parts.values() for problem in part.problems])
+        filled = _fill(index, list(parts.values()), threads, placed or {})
+    for part in parts.values():
         for load in part.loads:
             load()
-    report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
-    report.unread = [name for name in states if name not in read]
-    return report
+    read = {part.source for part in parts.values()}
+    reports = {state.name: parts[state.name].report for state in chosen}
+    return RestoreReport(states=reports, unread=[name for name in states if name not in read], bytes=filled)
+
+
+def _may_be_fresh(state: State, on_mismatch: OnMismatch | Mapping[str, OnMismatch]) -> bool:
+    return state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
 
 
 def _plan(
@@ -162,6 +159,8 @@ def _there(sink: Sink, placed: Mapping[str, int]) -> bool:
 
 
 def _left_alone(part: Part) -> Part:
+    """An optimizer that stays as it is, since what is stored does not fit; why goes to the report."""
+    part.report.notes += part.problems
     part.sinks, part.finals, part.loads, part.problems = [], [], [], []
     part.report.outcome, part.report.loaded = "fresh", 0
     return part

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from itertools import pairwise
 from socket import getaddrinfo
+from typing import Any
 
 import msgspec
 from torchft.manager import WorldSizeMode
@@ -130,43 +131,34 @@ def build_manager(
     Raises:
         ConfigError: all contradictions at once; nothing was started.
     """
-    timeouts, limits = timeouts or Timeouts(), limits or Limits()
+    timeouts = timeouts or Timeouts()
     problems = timeouts.problems(state_bytes=state_bytes, bandwidth=bandwidth)
     problems += quorum_problems(min_replica_size, max_replicas, allow_split)
-    if quorum_retries < 1:
-        problems.append("quorum_retries must be at least 1, or a restart of the lighthouse ends every replica")
+    problems += _retry_problems(quorum_retries)
     address = bind or _address(host, problems)
     refuse(problems)
-    most = max_replicas or (None if allow_split else 2 * min_replica_size - 1)
-    manager = FtManager(
-        job=job,
-        replica=replica,
-        incarnation=incarnation,
-        callbacks=callbacks,
-        carrier=carrier,
-        limits=limits,
-        most_replicas=most,
-        host=host,
-        bind=address,
-        world_size=world_size,
-        pg=pg,
-        min_replica_size=min_replica_size,
-        use_async_quorum=use_async_quorum,
-        timeout=timedelta(seconds=timeouts.step),
-        quorum_timeout=timedelta(seconds=timeouts.quorum),
-        connect_timeout=timedelta(seconds=timeouts.connect),
-        heartbeat_interval=timedelta(seconds=timeouts.interval),
-        rank=rank,
+    return FtManager(
+        job=job, replica=replica, incarnation=incarnation, callbacks=callbacks, carrier=carrier, limits=limits or Limits(),
+        pg=pg, rank=rank, world_size=world_size, store_addr=store_addr, store_port=store_port,
+        lighthouse_addr=lighthouse, host=host, bind=address, port=port,
+        min_replica_size=min_replica_size, most_replicas=max_replicas or (None if allow_split else 2 * min_replica_size - 1),
         world_size_mode=WorldSizeMode.FIXED_WITH_SPARES if spares else WorldSizeMode.DYNAMIC,
-        store_addr=store_addr,
-        store_port=store_port,
-        lighthouse_addr=lighthouse,
-        port=port,
-        init_sync=True,
-        max_retries=max_retries,
-        quorum_retries=quorum_retries,
-    )
-    return manager
+        use_async_quorum=use_async_quorum, quorum_retries=quorum_retries, max_retries=max_retries, init_sync=True, **_waits(timeouts),
+    )  # fmt: skip
+
+
+def _retry_problems(quorum_retries: int) -> list[str]:
+    return ["quorum_retries must be at least 1, or a restart of the lighthouse ends every replica"] if quorum_retries < 1 else []
+
+
+def _waits(timeouts: Timeouts) -> dict[str, Any]:
+    """As torchft's manager takes them."""
+    return {
+        "timeout": timedelta(seconds=timeouts.step),
+        "quorum_timeout": timedelta(seconds=timeouts.quorum),
+        "connect_timeout": timedelta(seconds=timeouts.connect),
+        "heartbeat_interval": timedelta(seconds=timeouts.interval),
+    }
 
 
 def _address(host: str, problems: list[str]) -> str:
