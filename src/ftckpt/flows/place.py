@@ -25,10 +25,8 @@ Going = Callable[[], bool]
 Moved = Callable[[int], None]
 
 _WINDOW = 8 << 20  # bytes written at a time
-_HELP_S = 60.0  # then the shard of another rank, whose agent may have died, is brought too ...
-_HELP_BYTES_S = (
-    50e6  # ... but a large one takes its time, and would be copied twice: it is waited for a second longer for each of these bytes
-)
+_HELP_S = 60.0  # then the shard of another rank, whose agent may have died, is brought too
+_SLOW = 50e6  # bytes per second that its agent is trusted with besides: a large one takes its time, and would be copied twice
 _POLL_S = 0.2
 
 
@@ -78,7 +76,7 @@ def bring(
     waiting = [s for s in manifest.shards if s not in mine]
     while waiting := [s for s in waiting if not work.there(s)]:
         for shard in waiting:
-            if time.monotonic() > since + _HELP_S + shard.bytes / _HELP_BYTES_S:
+            if time.monotonic() > since + _HELP_S + shard.bytes / _SLOW:
                 work.shard(shard)
         work.keep_going()
         time.sleep(_POLL_S)

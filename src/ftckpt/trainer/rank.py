@@ -130,7 +130,8 @@ class Rank:
         if self._resumer is None:
             self._resumer = Resumer(
                 self.store, self.log, self.settings.job, self.group, self.loader, self.replica,
-                fence=self.manager is None, writes=not self.reads_only, load_s=self.settings.deadlines.load_s, log_wait=LOG_WAIT_S if self.manager is not None else 0.0,
+                fence=self.manager is None, writes=not self.reads_only, load_s=self.settings.deadlines.load_s,
+                log_wait=LOG_WAIT_S if self.manager is not None else 0.0,
             )  # fmt: skip
         return self._resumer
 
