@@ -26,8 +26,8 @@ from ftckpt.agent.slots import Slots
 from ftckpt.agent.small import intent_of
 from ftckpt.agent.work import Worker
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.retention import still_reaches
 from ftckpt.errors import FtckptError, NotFound
+from ftckpt.flows.still import reaches
 from ftckpt.format.manifest import INTENT, MANIFEST, Intent, decode
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
@@ -211,8 +211,7 @@ class Pipeline:
             return True
         if (then := item.judged) is None:
             return False
-        found = self._log.entries(after=then.index - 1, limit=1, timeout=item.job.config.log_timeout_s)  # once more: it may have gone back
-        return still_reaches(found[0] if found else None, then.log, then.index)
+        return reaches(self._log, then.log, then.index, timeout=item.job.config.log_timeout_s)
 
     def _serve_later(self) -> None:
         if not self.server.url:

@@ -58,7 +58,10 @@ class Telling(Worker[str]):
             wait = min(wait * 2, SLOWEST_RETRY_S)
 
     def _take_back(self, location: str) -> None:
-        """Remove what the copy made anew. A directory with a manifest was not removed before, and a log that came back may name it: gc's."""
+        """Remove what the copy made anew.
+
+        A directory with a manifest was not removed before, and a log that came back may list it: that one is left to the clean-up.
+        """
         base = generation_dir(self._job, location)
         if not self._store.durable.exists(f"{base}/{MANIFEST}"):
             self._store.durable.remove_tree(base)

@@ -1,4 +1,4 @@
-"""What a choice of a state is made of: what is asked for, what is there, what was found, what comes out. Values only; ``sources`` decides."""
+"""What a choice of a state is made of: what is asked for, what is there, what was found, what comes out. ``sources`` decides."""
 
 from __future__ import annotations
 

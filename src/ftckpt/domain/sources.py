@@ -59,7 +59,7 @@ def decide(at: Situation, request: Request, findings: Findings) -> Decision:
 def _fresh(at: Situation) -> Choice:
     reasons = ["told to start from zero"]
     if at.log.entries or at.found:
-        reasons.append(f"{len(at.log.entries)} log entries and {len(at.found)} generation directories without a record are left as they are")
+        reasons.append(f"{len(at.log.entries)} log entries and {len(at.found)} generation directories without record are left as they are")
     if at.log.state != "ok":
         reasons.append(f"the commit log is {at.log.state} ({at.log.reason}): nothing can be committed before it is readable")
     opens = at.log.tail is not None or at.log.state != "ok"

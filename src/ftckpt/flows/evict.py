@@ -12,10 +12,10 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
-from ftckpt.domain.retention import still_reaches, still_withdrawn
 from ftckpt.errors import FtckptError, NotFound
 from ftckpt.flows.referrers import referrers
 from ftckpt.flows.select import view
+from ftckpt.flows.still import is_withdrawn, reaches
 from ftckpt.flows.verify import verify
 from ftckpt.format.manifest import INTENT, MANIFEST, RECEIPTS, decode, encode
 from ftckpt.ports import BlobStore, CommitLog
@@ -115,23 +115,13 @@ def _passed(log: CommitLog, first: BlobStore, job: str, text: str, tail: Entry) 
     try:
         mark = decode(first.get(f"{base}/{PLACED}"), PlacedMark, f"{base}/{PLACED}")
     except NotFound:
-        return partial(_reaches, log, tail) if _part(first, base, text, tail) else None
+        return partial(reaches, log, tail.log, tail.index) if _part(first, base, text, tail) else None
     except FtckptError:
         return None
     if mark.log != tail.log or log.readers(mark.index):
         return None
-    still = partial(_withdrawn, log, mark)
+    still = partial(is_withdrawn, log, mark.log, mark.index)
     return still if still() else None
-
-
-def _withdrawn(log: CommitLog, mark: PlacedMark) -> bool:
-    found = log.entries(after=mark.index - 1, limit=1)
-    return still_withdrawn(found[0] if found else None, mark.log, mark.index)
-
-
-def _reaches(log: CommitLog, tail: Entry) -> bool:
-    found = log.entries(after=tail.index - 1, limit=1)
-    return still_reaches(found[0] if found else None, tail.log, tail.index)
 
 
 def _part(first: BlobStore, base: str, text: str, tail: Entry) -> bool:

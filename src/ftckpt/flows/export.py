@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ftckpt.errors import ConfigError, StoreError
+from ftckpt.flows.read import OpenGeneration
 
 
 class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +46,31 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
     tied: dict[str, str] = msgspec.field(default_factory=dict)
     left_out: dict[str, str] = msgspec.field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, generation: OpenGeneration, out: str | os.PathLike[str], files: dict[str, int], *, format: str, tensors: int, began: float
+    ) -> ExportReport:
+        """Of a generation that was written as these files since ``began`` (monotonic clock)."""
+        return cls(
+            job=generation.job,
+            step=generation.manifest.step,
+            location=generation.location,
+            format=format,
+            out=os.fspath(out),
+            files=files,
+            tensors=tensors,
+            bytes=sum(files.values()),
+            seconds=time.monotonic() - began,
+        )
+
 
 @contextmanager
 def new_directory(out: str | os.PathLike[str]) -> Iterator[Path]:
     """A new directory to write into; durable and under its name only when the block has ended without an error.
 
     Raises:
-        ConfigError: there is something already. StoreError: it cannot be made (as for a root, its parent must be there: what is missing may be
-            a mount) or written.
+        ConfigError: there is something already. StoreError: it cannot be made or written; as for a root, its parent must be there, for what
+            is missing may be a mount.
     """
     target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -15,11 +15,11 @@ import msgspec
 from ftckpt.domain.keep import Keep
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import generation_dir
-from ftckpt.domain.retention import still_reaches, still_withdrawn
 from ftckpt.errors import ConfigError, FtckptError, LogAmbiguous, LogError, NotFound, TailMoved
 from ftckpt.flows.gc_plan import GcPlan, Sound, make_plan
 from ftckpt.flows.leftovers import DOOMED, Mark
 from ftckpt.flows.referrers import referrers
+from ftckpt.flows.still import is_withdrawn, reaches
 from ftckpt.format.manifest import encode
 from ftckpt.ports import BlobStore, CommitLog
 
@@ -203,7 +203,7 @@ class _Work:
 
     def _remove(self, path: str, index: int) -> str:
         """Remove one directory, unless the log says by now that it stays; why nothing more may be removed, or empty."""
-        if stopped := self._back(index) if index >= 0 else self._shorter():
+        if stopped := self._changed(index):
             return stopped
         try:
             self._store.remove_tree(path)
@@ -215,28 +215,16 @@ class _Work:
         self._progress(path)
         return ""
 
-    def _back(self, index: int) -> str:
-        """Why a record may not be withdrawn any more: since then we may have stood still while the log came back from a backup, or was rebuilt."""
+    def _changed(self, index: int) -> str:
+        """Why a directory may not go any more, be its record withdrawn or (below 0) never written; empty if it may."""
+        had, tail = index >= 0, self._at.tail
         try:
-            found = self._log.entries(after=index - 1, limit=1)
+            if is_withdrawn(self._log, self._at.log, index) if had else tail < 0 or reaches(self._log, self._at.log, tail):
+                return ""
         except FtckptError as e:
             return f"{e.what}; {_NEXT}"
-        if still_withdrawn(found[0] if found else None, self._at.log, index):
-            return ""
-        return f"record #{index} was withdrawn, and is not any more: the log went back or was replaced meanwhile; nothing more was removed"
-
-    def _shorter(self) -> str:
-        """Why what never had a record may get one by now: the log that had passed it went back, or was rebuilt, since the plan was made."""
-        tail = self._at.tail
-        if tail < 0:
-            return ""
-        try:
-            found = self._log.entries(after=tail - 1, limit=1)
-        except FtckptError as e:
-            return f"{e.what}; {_NEXT}"
-        if still_reaches(found[0] if found else None, self._at.log, tail):
-            return ""
-        return f"the log had #{tail}, and has not any more: it went back or was replaced meanwhile; nothing more was removed"
+        what = f"record #{index} was withdrawn, and is not any more" if had else f"the log had #{tail}, and has not any more"
+        return f"{what}: the log went back or was replaced meanwhile; nothing more was removed"
 
     def _forget(self, index: int) -> None:
         if index >= 0:

@@ -69,17 +69,7 @@ def write_model(
     with new_directory(out) as folder:
         _write_files(folder, files, _metadata(generation, state), progress or (lambda file, n: None))
         sizes = written_files(folder)
-    return ExportReport(
-        job=generation.job,
-        step=generation.manifest.step,
-        location=generation.location,
-        format="hf",
-        out=os.fspath(out),
-        files=sizes,
-        tensors=len(items),
-        bytes=sum(sizes.values()),
-        seconds=time.monotonic() - began,
-    )
+    return ExportReport.of(generation, out, sizes, format="hf", tensors=len(items), began=began)
 
 
 def file_names(items: Sequence[Item], max_shard_bytes: int, file_map: Mapping[str, str] | None) -> dict[str, list[Item]]:

@@ -137,7 +137,7 @@ def all_entries(log: CommitLog) -> list[Entry]:
 
 
 def complete(store: BlobStore, job: str) -> list[str]:
-    """Directories that are complete by names and sizes, whatever the log says; also what cannot be looked at now: whoever reads it is told."""
+    """Directories that are complete by names and sizes, whatever the log says, or that the store fails to give: who reads those is told."""
     return [f.location for f in scan(store, job) if f.complete or f.unread]
 
 

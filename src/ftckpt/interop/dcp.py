@@ -243,14 +243,5 @@ def export_dcp(
         except CheckpointException as e:
             raise next(error for error, _ in e.failures.values()) from e
         files = written_files(folder)
-    return ExportReport(
-        job=generation.job,
-        step=generation.manifest.step,
-        location=generation.location,
-        format="dcp",
-        out=os.fspath(out),
-        files=files,
-        tensors=sum(isinstance(value, torch.Tensor) for _, value in flattened(nested)),
-        bytes=sum(files.values()),
-        seconds=time.monotonic() - began,
-    )
+    tensors = sum(isinstance(value, torch.Tensor) for _, value in flattened(nested))
+    return ExportReport.of(generation, out, files, format="dcp", tensors=tensors, began=began)

@@ -144,7 +144,7 @@ def test_a_large_shard_of_another_rank_that_takes_its_time_is_not_copied_twice(t
     *mine, info = read_manifest(two.store, JOB, first.location, first)[0].shards
     own = [shard.rank for shard in mine]
     monkeypatch.setattr(places, "_HELP_S", 0.0)
-    monkeypatch.setattr(places, "_HELP_BYTES_S", info.bytes / 2.0)  # two seconds for this one
+    monkeypatch.setattr(places, "_SLOW", info.bytes / 2.0)  # two seconds for this one
 
     def agent_of_the_other() -> None:
         time.sleep(0.6)
