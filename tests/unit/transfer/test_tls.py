@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,20 +11,14 @@ from serving import JOB, SECRET, document, pattern
 
 from ftckpt.errors import PeerError
 from ftckpt.transfer import Patience, SnapshotServer, fetch
+from unit.links import certificate_in
 
 SIZE = 3 << 20
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not there to make a certificate")
-    folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout key -out cert"
-    )
-    subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
-    return folder
+    return certificate_in(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture
