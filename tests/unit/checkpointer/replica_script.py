@@ -23,6 +23,7 @@ from torchft import ProcessGroupGloo  # noqa: E402
 
 from ftckpt import Checkpointer, Every, Never, digest_of  # noqa: E402
 from ftckpt.errors import FtckptError  # noqa: E402
+from ftckpt.trainer.replicas.hooks import ddp  # noqa: E402
 from ftckpt.trainer.replicas.torchft import Timeouts  # noqa: E402
 
 
@@ -59,16 +60,22 @@ def main() -> None:
     p.add_argument("--vote-error", type=int, default=0)  # the step whose vote raises
     p.add_argument("--stop-after", type=int, default=0)  # SIGSTOP itself after the first step from this one on that two made
     p.add_argument("--hold-heals", type=Path, default=None)
+    p.add_argument("--seed", type=int, default=3)  # of the first weights
+    p.add_argument("--ddp", action="store_true")
+    p.add_argument("--sync-quorum", action="store_true")
     a = p.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(3)
-    model = nn.Linear(8, 1)
+    torch.manual_seed(a.seed)
+    model: nn.Module = nn.Linear(8, 1)
+    if a.ddp:
+        model = ddp(model)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     policy = Every(a.every) if a.every else Never()
     with Checkpointer.open(job="job", root=a.root, log=a.commit_log, replica=a.replica, policy=policy) as ckpt:
         manager = ckpt.torchft_manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=a.min_replicas, allow_split=True, lighthouse=a.lighthouse,
             store_addr="127.0.0.1", store_port=store.port, timeouts=Timeouts(heartbeat=1.0, join=3.0, quorum=15.0, step=5.0, connect=5.0),
+            use_async_quorum=not a.sync_quorum,
         )  # fmt: skip
         ckpt.hook(model)
 
@@ -80,7 +87,7 @@ def main() -> None:
                 manager.report_error(RuntimeError("late error"))
 
         manager.before_vote(fail_late)
-        optimizer = ckpt.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        optimizer = ckpt.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
         ckpt.register(model=model, optimizer=optimizer)
         report = ckpt.resume()
         if a.hold_heals is not None:
