@@ -10,7 +10,7 @@ import pytest
 from sim_faults import Act, Plan, act
 from sim_world import schedule, simulated
 
-from ftckpt.agent import commit, journal, pipeline, session
+from ftckpt.agent import commit, journal, pipeline, session, small
 from ftckpt.agent.assemble import Assemble
 from ftckpt.agent.commit import Commit
 from ftckpt.agent.jobs import Job, Outcome
@@ -172,6 +172,7 @@ def rubbish_needs_its_intent(patch: Patch) -> None:
     patch.setattr(pipeline.Pipeline, "_is_rubbish", strict)
     patch.setattr(leftovers, "_signed", lambda store, path, job, name: None)
     patch.setattr(leftovers, "_given_up", lambda store, path, job, name: None)
+    patch.setattr(small.SmallFiles, "wait", lambda self: self._done.result())
 
 
 def the_journal_gives_its_newest(patch: Patch) -> None:
