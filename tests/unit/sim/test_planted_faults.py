@@ -46,6 +46,12 @@ def gone_back(rng: random.Random) -> Plan:
     return made
 
 
+def stood_still(rng: random.Random) -> Plan:
+    """Who cleans up stands still, and the log comes back from a backup meanwhile."""
+    restore = Act("restore", rng.uniform(1.0, 4.0), rng.random())
+    return Plan(goal=6, switch=rng.choice((0.05, 0.3, 0.7)), acts=[restore, *acts(rng, ("stop agent", "stop host", "stop agent"))])
+
+
 # ---------------------------------------------------------------- rules made naive
 def own_attempt_is_not_looked_up(patch: Patch) -> None:
     patch.setattr(commit, "own_entry", lambda entries, attempt: None)
@@ -175,6 +181,11 @@ def rubbish_needs_its_intent(patch: Patch) -> None:
     patch.setattr(small.SmallFiles, "wait", lambda self: self._done.result())
 
 
+def a_removal_does_not_look_once_more(patch: Patch) -> None:
+    patch.setattr(gc, "is_withdrawn", lambda log, uuid, index: True)
+    patch.setattr(gc, "reaches", lambda log, uuid, index: True)
+
+
 def the_journal_gives_its_newest(patch: Patch) -> None:
     def newest(self: journal.Journal, count: int) -> tuple[int, bytes] | None:
         return (self._ordinals[-1], self._states[self._ordinals[-1]]) if self._ordinals else None
@@ -206,6 +217,7 @@ CASES = [
     (nobody_gives_up, replicas(*["stop trainers"] * 4, late=0.4, every=5), {"STUCK"}),
     (a_start_does_not_wait_for_its_agent, solo("stop agent", "kill trainers", slow=0.3), {"PROMISE"}),
     (rubbish_needs_its_intent, solo("zombie", "cut agent"), {"RUBBISH"}),
+    (a_removal_does_not_look_once_more, stood_still, {"LISTED", "LOST"}),
     (the_journal_gives_its_newest, solo("kill trainers"), {"ONCE"}),
 ]
 
