@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.pinning import Pinned
 from ftckpt.trainer.states import StateRegistry
 
+_QUANTIZED = re.compile(
+    r"[48]bit|fp8", re.IGNORECASE
+)  # optimizers called so hold about a byte for an element, whatever the parameter's dtype
 _COPIES = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Rprop": 2, "Muon": 1, "Adafactor": 1}  # of the parameters, once there is state
 
 
@@ -154,7 +158,8 @@ class Session:
         for state in self.registry:
             for part in state.parts if state.kind == "optimizer" else ():
                 if not part.state and (copies := _copies(part)):
-                    total += copies * sum(local_of(p).nbytes for group in part.param_groups for p in group["params"] if p.requires_grad)
+                    parameters = [local_of(p) for group in part.param_groups for p in group["params"] if p.requires_grad]
+                    total += copies * sum(p.numel() if _QUANTIZED.search(type(part).__name__) else p.nbytes for p in parameters)
                     most = max(most, copies)
         return min(total, most * need)
 

@@ -46,9 +46,7 @@ class Watch:
 
     def __init__(self, static: Static) -> None:
         self._tensors = Tensors([source.tensor for source in static.sources])
-        modules = [m for state in static.states if state.kind == "module" for part in state.parts for m in part.modules()]
-        self._tables: list[dict[Any, Any]] = [d for m in modules for d in (m._parameters, m._buffers, m._modules)]
-        self._filled = [d for d in self._tables if d]
+        self._modules = [m for state in static.states if state.kind == "module" for part in state.parts for m in part.modules()]
         self._optimizers = [part for state in static.states if state.kind == "optimizer" for part in state.parts]
         self._parameters = [
             p for s in static.states if s.kind == "module" and s.only_trainable for part in s.parts for p in part.parameters()
@@ -59,7 +57,7 @@ class Watch:
         ]
         self._seen = self._look()
         self._kept = [  # so that nothing new has the identity of one of these
-            [list(table.values()) for table in self._filled],
+            [list(table.values()) for table in self._tables() if table],
             [(list(part.state), [list(group["params"]) for group in part.param_groups]) for part in self._optimizers],
         ]
 
@@ -67,12 +65,17 @@ class Watch:
         """Whether tensors were added, removed, renamed, replaced or given other memory since this was made."""
         return self._look() != self._seen or self._tensors.changed()
 
+    def _tables(self) -> list[dict[Any, Any]]:
+        return [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
+
     def _look(self) -> list[object]:
         kind = torch.Tensor
+        tables = self._tables()
+        filled = [table for table in tables if table]
         seen: list[object] = [
-            list(map(len, self._tables)),
-            list(map(id, chain.from_iterable(map(dict.values, self._filled)))),
-            list(chain.from_iterable(self._filled)),
+            list(map(len, tables)),
+            list(map(id, chain.from_iterable(map(dict.values, filled)))),
+            list(chain.from_iterable(filled)),
             [p.requires_grad for p in self._parameters],
         ]
         for optimizer, uniform in zip(self._optimizers, self._uniform, strict=True):

@@ -88,3 +88,37 @@ def test_room_is_taken_for_the_state_that_an_optimizer_will_hold_and_no_more(tmp
         ckpt.step()
         ckpt.save(wait=30.0)
         assert ckpt._rank.session.client.arena is arena, "the arena had to grow"
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """As libraries of quantized optimizers name theirs: two moments of a byte for an element, and a scale for each block of them."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                for moment in ("state1", "state2"):
+                    self.state[p][moment] = torch.full_like(p, 7, dtype=torch.uint8)
+                    self.state[p][f"absmax_{moment}"] = torch.ones(-(-p.numel() // 256))
+
+
+@pytest.mark.covers("I11", "F66")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_room_for_an_optimizer_of_bytes_is_counted_in_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+    (tmp_path / "root").mkdir()
+    model = torch.nn.Linear(1024, 1024, bias=False).to(dtype)
+    optimizer = AdamW8bit(model.parameters())
+    with Checkpointer.open(job="job", root=tmp_path / "root", policy=Never(), runtime_dir=str(tmp_path / "run")) as ckpt:
+        ckpt.register(model=model, optimizer=optimizer)
+        ckpt.resume()
+        arena = ckpt._rank.session.client.arena
+        assert arena is not None
+        whole = model.weight.nbytes + 2 * model.weight.numel()
+        assert whole <= arena.slot_bytes < 1.2 * whole
+        optimizer.step()
+        ckpt.step()
+        ckpt.save(wait=30.0)
+        assert ckpt._rank.session.client.arena is arena, "the arena had to grow"
