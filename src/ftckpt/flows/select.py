@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Collection
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from ftckpt.wiring import read_marker, remark
 
 logger = logging.getLogger("ftckpt")
 
+T = TypeVar("T")
 Level = Literal["headers", "full"]
 ROUNDS = 8  # how often the choice begins anew when the tail moves meanwhile
 OVERTAKEN = 2  # times that somebody else was quicker to append a finished generation: then its writers live, and commit on their own
@@ -106,23 +107,28 @@ def choose(
     findings = {} if findings is None else findings
     if pass_unread:
         findings.update({location: _as_damage(fault) for location, fault in findings.items()})
-    pauses = list(UNREAD_PAUSES_S)
+    asked, pauses = request or Newest(), list(UNREAD_PAUSES_S)
     gap = _gap(store, job)
     at_hand = store.first if isinstance(store, TieredStore) and gap is not None else store
 
     def probe(location: str, entry: Entry | None) -> Fault | None:
         if location not in findings:
             level = verify_level == "full"
-            found = _patiently(lambda: verify(at_hand, job, location, entry, full=level, progress=progress).fault, pauses)
+            found = _patiently(lambda: verify(at_hand, job, location, entry, full=level, progress=progress).fault, _unread, pauses)
             findings[location] = _as_damage(found) if pass_unread else found
         return findings[location]
 
+    def looked() -> Situation:
+        waits = pauses if isinstance(asked, Newest) and not pass_unread else []
+        at = _patiently(lambda: look(log, at_hand, job, timeout=timeout), _unseen, waits)
+        return _without(at, unseen(at)) if pass_unread else at
+
+    def settled(at: Situation) -> Choice:
+        return _settle(at, asked, probe, findings) if gap is None else _nearby(at, asked, probe, findings, gap)
+
     overtaken = 0
     for _ in range(ROUNDS):
-        at = _looked(log, at_hand, job, pauses, pass_unread, timeout)
-        choice = (
-            _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)
-        )
+        choice = settled(at := looked())
         if adopt and choice.source == "fresh" and at.log.state == "ok":
             _rebind(log, store, job)
         if choice.source != "durable" or not adopt:
@@ -130,26 +136,14 @@ def choose(
         overtaken += not adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
         if overtaken >= OVERTAKEN:
             break
-    at = _recorded(_looked(log, at_hand, job, pauses, pass_unread, timeout))
+    at = looked()
     if at.log.tail is None:
         raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
-    return _settle(at, request or Newest(), probe, findings) if gap is None else _nearby(at, request or Newest(), probe, findings, gap)
+    return settled(_without(at, adoptable(at.log, at.found)))  # whoever writes those faster than they can be adopted commits them, too
 
 
-def _looked(log: CommitLog, store: BlobStore, job: str, pauses: list[float], pass_unread: bool, timeout: float | None) -> Situation:
-    """The same again as long as the store fails to give what may be newer than the tail, until all pauses are used up."""
-    at = look(log, store, job, timeout=timeout)
-    while (hidden := unseen(at)) and not pass_unread and pauses:
-        logger.warning("%s: %s; trying again in %g s", hidden[0].location, hidden[0].why, pauses[0])
-        time.sleep(pauses.pop(0))
-        at = look(log, store, job, timeout=timeout)
-    return msgspec.structs.replace(at, found=tuple(f for f in at.found if f not in hidden)) if pass_unread else at
-
-
-def _recorded(at: Situation) -> Situation:
-    """Without finished generations that have no record yet: whoever writes them faster than they can be adopted here commits them, too."""
-    waiting = {f.location for f in adoptable(at.log, at.found)}
-    return msgspec.structs.replace(at, found=tuple(f for f in at.found if f.location not in waiting))
+def _without(at: Situation, left_out: Collection[Found]) -> Situation:
+    return msgspec.structs.replace(at, found=tuple(f for f in at.found if f not in left_out))
 
 
 def _gap(store: BlobStore, job: str) -> StoreError | None:
@@ -198,14 +192,27 @@ def _as_damage(fault: Fault | None) -> Fault | None:
     return fault if fault is None else msgspec.structs.replace(fault, unread=False)
 
 
-def _patiently(check: Callable[[], Fault | None], pauses: list[float]) -> Fault | None:
-    """The same again as long as it is only the store that fails, until all pauses are used up."""
-    fault = check()
-    while fault is not None and fault.unread and pauses:
-        logger.warning("%s cannot be read now (%s); trying again in %g s", fault.part, fault.reason, pauses[0])
+def _patiently(check: Callable[[], T], lacking: Callable[[T], str], pauses: list[float]) -> T:
+    """The same again as long as it is only the store that fails, until all pauses are used up.
+
+    Args:
+        lacking: what cannot be read now, by what was found; empty if nothing.
+        pauses: seconds; used ones are taken out.
+    """
+    found = check()
+    while pauses and (what := lacking(found)):
+        logger.warning("%s; trying again in %g s", what, pauses[0])
         time.sleep(pauses.pop(0))
-        fault = check()
-    return fault
+        found = check()
+    return found
+
+
+def _unread(fault: Fault | None) -> str:
+    return f"{fault.part} cannot be read now ({fault.reason})" if fault is not None and fault.unread else ""
+
+
+def _unseen(at: Situation) -> str:
+    return next((f"{f.location}: {f.why}" for f in unseen(at)), "")
 
 
 def _rebind(log: CommitLog, store: BlobStore, job: str) -> None:

@@ -106,6 +106,7 @@ def test_a_finished_generation_that_the_store_fails_to_give_is_waited_for_and_no
         with pytest.raises(StoreError, match="may be newer than all that the log has") as e:
             choose(w.log, failing, JOB, adopt=True)
         assert made.location in e.value.what
+        assert choose(w.log, failing, JOB, AtStep(5)).step == 5
         healing = choose(w.log, failing, JOB, adopt=True, pass_unread=True)
         assert (healing.step, healing.opens) == (5, False)
         assert choose(w.log, FaultyStore(w.store, Fault(op=op, path=path, times=2)), JOB, adopt=True).step == 10
