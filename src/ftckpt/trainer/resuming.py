@@ -11,14 +11,15 @@ import msgspec
 
 from ftckpt.domain.choice import Choice, Fault, Newest, Request
 from ftckpt.domain.deadlines import Deadlines
-from ftckpt.domain.ledger import Entry, own_entry
+from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, LogUnreachable, NothingLoadable, StoreError, TailMoved
+from ftckpt.errors import Damaged, FtckptError, LogUnreachable, NothingLoadable, StoreError, TailMoved
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import UNREAD_PAUSES_S, choose
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.agreeing import Agreeing, Overtaken, Word
+from ftckpt.trainer.branching import branch
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
 from ftckpt.trainer.opening import await_log
@@ -325,35 +326,9 @@ class Resumer:
             return base
         rounds = self._agreeing.rounds  # alike on all ranks, another at each resume
         attempt = opening or attempt_id(base.h, self._group.incarnation, rounds)
-        after = base.open(attempt)
 
         def make() -> Word:
-            entry = Entry(
-                index=-1,
-                kind="open",
-                log="",
-                step=base.step,
-                trajectory=after.h,
-                prev=-1,
-                base=index,
-                attempt=attempt,
-                writer=self._replica.replica,
-                time=time.time(),
-                fresh=fresh,
-            )
-            last = tail.index if tail is not None else -1
-            try:
-                return Word(entry=self._log.append(entry, expect_tail=last))
-            except (TailMoved, LogAmbiguous) as e:
-                own = own_entry(since := self._log.entries(after=last), attempt)
-                if own is None:
-                    kind = Overtaken if since and all(e.kind == "generation" for e in since) else TailMoved
-                    raise kind(
-                        f"the log moved on from #{last} while this job was starting",
-                        now="nothing was appended; another start of the job is at work",
-                        todo="see ftckpt status; start again if no other is running",
-                    ) from e
-                return Word(entry=own)
+            return Word(entry=branch(self._log, base, index, tail, attempt=attempt, writer=self._replica.replica, fresh=fresh))
 
         self._agreeing.agree("open", make)
-        return after
+        return base.open(attempt)
