@@ -219,10 +219,11 @@ class _Work:
         """Why a directory may not go any more, be its record withdrawn or (below 0) never written; empty if it may."""
         had, tail = index >= 0, self._at.tail
         try:
-            if is_withdrawn(self._log, self._at.log, index) if had else tail < 0 or reaches(self._log, self._at.log, tail):
-                return ""
+            still = is_withdrawn(self._log, self._at.log, index) if had else tail < 0 or reaches(self._log, self._at.log, tail)
         except FtckptError as e:
             return f"{e.what}; {_NEXT}"
+        if still:
+            return ""
         what = f"record #{index} was withdrawn, and is not any more" if had else f"the log had #{tail}, and has not any more"
         return f"{what}: the log went back or was replaced meanwhile; nothing more was removed"
 
