@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import msgspec
@@ -12,6 +12,7 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.errors import DeadlineExceeded
 from ftckpt.format.manifest import Cursor, encode
+from ftckpt.link.client import SaveHandle as Link
 from ftckpt.trainer.cursor import capture_cursor
 from ftckpt.trainer.fence import Fence, HandOver, StillCopying
 from ftckpt.trainer.frozen import Frozen
@@ -84,23 +85,21 @@ class Saver:
             metrics=dict(metrics),
             log=known.log if known else "",
         )
-        if fence.open:
-            held = HandOver(
-                trajectory.step,
-                fence,
-                give=give,
-                drop=partial(session.client.release_slot, slot),
-                end=frozen.release,
-                owe=session.client.owe,
-            )
-            session.hold(held)
-            handle = SaveHandle(trajectory.step, trajectory.h, held, search, self._placed)
-        else:
-            link = give()
-            frozen.release()
-            handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)
+        link = self._hand_over(trajectory.step, slot, frozen, fence, give)
+        handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)
         handle.bytes, handle.seconds = plan.table.image_bytes, time.monotonic() - began
         return handle
+
+    def _hand_over(self, step: int, slot: int, frozen: Frozen, fence: Fence, give: Callable[[], Link]) -> Link | HandOver:
+        """Now, or once the fence is passed."""
+        if not fence.open:
+            given = give()
+            frozen.release()
+            return given
+        client = self._session.client
+        held = HandOver(step, fence, give=give, drop=partial(client.release_slot, slot), end=frozen.release, owe=client.owe)
+        self._session.hold(held)
+        return held
 
     def _slot(self, step: int) -> int | None:
         """A free buffer; None where this save is to be skipped.
