@@ -8,6 +8,7 @@ import resource
 import threading
 import time
 import traceback
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ class Member:
         self.ckpt = Checkpointer.open(job="heal", policy=Never(), **spec["settings"])
         side = spec.get("side", 256)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(side, side) for _ in range(spec.get("layers", 3))), torch.nn.BatchNorm1d(side))
+        if spec.get("backwards"):  # the same names, in another order
+            for name in reversed(list(self.model._modules)):
+                self.model._modules[name] = self.model._modules.pop(name)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.note = {"rounds": 0}
         self.model(torch.randn(2, side)).sum().backward()
@@ -82,8 +86,26 @@ class Member:
         self.at = Trajectory(step, f"{step:064x}")
         return {}
 
-    def publish(self, step: int, user: bool = False) -> dict[str, Any]:
+    def named(self) -> dict[str, torch.Tensor]:
+        """Every tensor by a name that does not depend on any order."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        moments = {f"{names[p]}/{k}": t for p, s in self.optimizer.state.items() for k, t in s.items()}
+        return {**self.model.state_dict(), **moments}
+
+    def mark(self) -> None:
+        """Every tensor gets a number of its own."""
+        with torch.no_grad():
+            for name, tensor in self.named().items():
+                tensor.fill_(zlib.crc32(name.encode()) % 8191)
+
+    def mixed(self) -> dict[str, Any]:
+        """Tensors that do not have their own number."""
+        return {"names": [name for name, t in self.named().items() if not torch.all(t == zlib.crc32(name.encode()) % 8191)]}
+
+    def publish(self, step: int, user: bool = False, marked: bool = False) -> dict[str, Any]:
         self.set(step)
+        if marked:
+            self.mark()
         self.carrier.freeze()
         keys = {"mine": {"weights": torch.arange(5.0), "word": "ß", "count": 7}} if user else {}
         began = time.perf_counter()

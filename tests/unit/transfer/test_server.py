@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import random
+import shutil
 import socket
+import subprocess
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -123,6 +128,18 @@ def test_probes_make_no_bytes_of_their_own() -> None:
 @pytest.mark.parametrize(("path", "status"), [("/", 404), ("/v1/other/snapshots", 404), (f"/v1/{JOB}/snapshots/none", 404), (f"/v1/{JOB}/step/x", 404), (f"/v1/{JOB}/step/5?wait=nan", 400), (f"/v1/{JOB}/step/5?wait=1&wait", 400), (f"/v1/{JOB}/snapshots/../../etc/passwd", 404)])  # fmt: skip
 def test_paths_that_are_not_there(server: SnapshotServer, path: str, status: int) -> None:
     assert ask(server, path)[0] == status
+
+
+@pytest.mark.skipif(shutil.which("curl") is None or shutil.which("openssl") is None, reason="no curl or openssl in PATH")
+def test_a_snapshot_can_be_asked_for_by_hand_as_the_document_says(server: SnapshotServer) -> None:
+    document = Path(__file__).parents[3] / "docs" / "transfer.md"
+    recipe = textwrap.dedent(document.read_text().split("By hand:")[1].split("\n## ")[0])
+    told = {"JOB": JOB, "SECRET_HEX": SECRET.hex(), "AGENT": server.url, "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-eu", "-c", recipe], env=told, capture_output=True, text=True, timeout=30, check=False)
+    assert json.loads(done.stdout) == json.loads(ask(server, f"/v1/{JOB}/snapshots")[2]), done.stderr
+    told["SECRET_HEX"] = bytes(32).hex()
+    done = subprocess.run(["bash", "-eu", "-c", recipe], env=told, capture_output=True, text=True, timeout=30, check=False)
+    assert "snap" not in done.stdout
 
 
 @pytest.mark.covers("F75", "I10")
