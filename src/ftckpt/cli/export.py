@@ -81,6 +81,8 @@ def export(
         f"step {report.step} ({report.location}) -> {report.out}: {report.tensors} tensors in {report.seconds:.1f} s", markup=False
     )
     to_show.print(table, markup=False)
+    for name, note in report.partial.items():
+        to_show.print(f"warning: {name} was stored in part: {note}; the rest is not in this export", markup=False)
     for name, count in report.overflowed.items():
         to_show.print(f"warning: {count} values of {name} became infinite in {dtype}", markup=False)
     for name, why in report.left_out.items():

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
         overflowed: values that became infinite by that, by tensor.
         tied: names of tensors that share memory with another one, and that one's.
         left_out: stored names that were not exported, with the reason.
+        partial: states that were stored in part (only what was trained), and how much of them: what was left out is not here either.
     """
 
     job: str
@@ -45,12 +46,21 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
     overflowed: dict[str, int] = msgspec.field(default_factory=dict)
     tied: dict[str, str] = msgspec.field(default_factory=dict)
     left_out: dict[str, str] = msgspec.field(default_factory=dict)
+    partial: dict[str, str] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, generation: OpenGeneration, out: str | os.PathLike[str], files: dict[str, int], *, format: str, tensors: int, began: float
+        cls,
+        generation: OpenGeneration,
+        out: str | os.PathLike[str],
+        files: dict[str, int],
+        *,
+        format: str,
+        tensors: int,
+        began: float,
+        states: Collection[str],
     ) -> ExportReport:
-        """Of a generation that was written as these files since ``began`` (monotonic clock)."""
+        """Of some states of a generation that were written as these files since ``began`` (monotonic clock)."""
         return cls(
             job=generation.job,
             step=generation.manifest.step,
@@ -61,6 +71,7 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
             tensors=tensors,
             bytes=sum(files.values()),
             seconds=time.monotonic() - began,
+            partial={name: info.note for name, info in generation.manifest.states.items() if info.partial and name in states},
         )
 
 

@@ -69,7 +69,7 @@ def write_model(
     with new_directory(out) as folder:
         _write_files(folder, files, _metadata(generation, state), progress or (lambda file, n: None))
         sizes = written_files(folder)
-    return ExportReport.of(generation, out, sizes, format="hf", tensors=len(items), began=began)
+    return ExportReport.of(generation, out, sizes, format="hf", tensors=len(items), began=began, states=(state,))
 
 
 def file_names(items: Sequence[Item], max_shard_bytes: int, file_map: Mapping[str, str] | None) -> dict[str, list[Item]]:

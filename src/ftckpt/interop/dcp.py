@@ -244,4 +244,4 @@ def export_dcp(
             raise next(error for error, _ in e.failures.values()) from e
         files = written_files(folder)
     tensors = sum(isinstance(value, torch.Tensor) for _, value in flattened(nested))
-    return ExportReport.of(generation, out, files, format="dcp", tensors=tensors, began=began)
+    return ExportReport.of(generation, out, files, format="dcp", tensors=tensors, began=began, states=names)

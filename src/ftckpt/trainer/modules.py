@@ -33,6 +33,8 @@ def plan_module(part: Part, state: State, doc: Mapping[str, Any], info: StateInf
     for key, live in scan.tensors.items():
         if key in own:
             fill[key] = live
+            if info.partial and live.role == "param" and not live.tensor.requires_grad:
+                part.report.notes.append(f"{key} is frozen here, but was trained when stored: it takes the stored value")
         elif not (info.partial and live.role == "param"):
             part.missing(key)
         elif live.tensor.requires_grad:

@@ -121,7 +121,7 @@ def unwrap_optimizers(optimizer: object) -> list[Optimizer]:
             leaves = [unwrap_optimizers(part) for part in inner]
             if all(leaves):
                 return [leaf for part in leaves for leaf in part]
-    inner = getattr(optimizer, "optim", None)
+    inner = None if _is_zero(optimizer) else getattr(optimizer, "optim", None)
     if isinstance(inner, Optimizer):
         return unwrap_optimizers(inner)
     return [optimizer] if isinstance(optimizer, Optimizer) else []
@@ -205,8 +205,13 @@ def _refuse_fsdp1(name: str, modules: Sequence[nn.Module]) -> None:
             )
 
 
+def _is_zero(optimizer: object) -> bool:
+    """Whether it is torch's own; the optimizer inside it has this rank's part alone."""
+    return any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__)
+
+
 def _refuse_zero(name: str, optimizers: Sequence[Optimizer]) -> None:
-    if any(c.__name__ == "ZeroRedundancyOptimizer" for o in optimizers for c in type(o).__mro__):
+    if any(map(_is_zero, optimizers)):
         raise ConfigError(
             f"state {name!r} is a ZeroRedundancyOptimizer, whose state needs collectives to be taken",
             now="it is not registered",

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from saved_jobs import equal, raw, save_job
 from torch import nn
 
+import ftckpt
 from ftckpt import cli, errors
 from ftckpt.flows.export_hf import export_safetensors
 from ftckpt.flows.locate import located
@@ -129,6 +130,31 @@ def test_the_command_exports_for_dcp(job, tmp_path, capfd):
     root, *_ = job
     assert cli.call(["export", "gpt", "--root", str(root), "--out", str(tmp_path / "out"), "--to", "dcp", "--state", "model"]) == 0
     assert (tmp_path / "out" / ".metadata").is_file()
+
+
+@pytest.mark.covers("C3", "A8")
+def test_whoever_reads_a_partial_save_is_told_that_it_is_partial(tmp_path, capfd):
+    torch.manual_seed(3)
+    model, whole = nn.ModuleDict({"base": nn.Linear(4, 4).requires_grad_(False), "up": nn.Linear(4, 4)}), nn.Linear(2, 2)
+    place = save_job(tmp_path, {"model": (model, {"only_trainable": True}), "whole": whole})[0]
+    root = str(tmp_path / "root")
+    for to in ("hf", "dcp"):
+        argv = ["export", "gpt", "--root", root, "--out", str(tmp_path / to), "--to", to]
+        assert cli.call([*argv, "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["partial"] == {"model": "2 of 4 parameters (those trained)"}
+        assert cli.call([*argv[:5], str(tmp_path / f"{to}-text"), *argv[6:]]) == 0
+        assert "model was stored in part: 2 of 4 parameters" in capfd.readouterr().out.replace("\n", " ")
+    with located(place) as generation:
+        assert export_safetensors(generation, tmp_path / "whole", state="whole").partial == {}
+    assert cli.call(["show", "gpt", "--root", root, "--step", "1"]) == 0
+    assert "partial, 2 of 4 parameters" in capfd.readouterr().out
+    other = nn.ModuleDict({"base": nn.Linear(4, 4), "up": nn.Linear(4, 4)})
+    kept = {k: v.clone() for k, v in other["base"].state_dict().items()}
+    report = ftckpt.load_model(place, other).state
+    assert report.missing == ["base.weight", "base.bias"]
+    assert "stored in part: 2 of 4 parameters (those trained)" in report.notes
+    assert equal(other["base"].state_dict(), kept)
+    assert equal(other["up"].state_dict(), model["up"].state_dict())
 
 
 @pytest.mark.parametrize(

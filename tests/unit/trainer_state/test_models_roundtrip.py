@@ -247,6 +247,12 @@ def test_only_trained_parameters_are_stored_and_the_rest_is_left_alone():
     assert same(two.model.up.weight, one.model.up.weight)
     assert report.missing == ["base.weight", "base.bias"]
     assert any("base.bias is trained here" in n for n in report.notes)
+    three = Run("lora", 3)
+    three.model.up.weight.requires_grad_(False)
+    report = saved.load(three.states, only=["model"]).states["model"]
+    assert same(three.model.up.weight, one.model.up.weight)
+    assert [n for n in report.notes if "up.weight is frozen here, but was trained when stored" in n]
+    assert not [n for n in report.notes if "down.weight" in n]
 
 
 @pytest.mark.covers("B4", "B14")

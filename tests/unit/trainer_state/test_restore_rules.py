@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from state_tools import registry, same, same_nested, save
 from torch import nn
 
@@ -326,6 +327,51 @@ def test_wrappers_are_taken_off_and_fsdp1_is_refused_naming_fsdp2():
     assert states.add("several", Container([OptimizerWrapper(opt), opt])).parts == (opt, opt)
     with pytest.raises(ConfigError, match="fully_shard"):
         states.add("old", nn.Sequential(FullyShardedDataParallel()))
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.covers("C1", "B16", "D10")
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_wrappers_and_torchfts(process_group):
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+    from torchft.optim import OptimizerWrapper
+
+    class Manager:
+        def start_quorum(self):
+            pass
+
+        def should_commit(self):
+            return True
+
+    torch.manual_seed(0)
+    one = DistributedDataParallel(nn.Linear(3, 3))
+    wrapped = OptimizerWrapper(Manager(), torch.optim.AdamW(one.parameters(), amsgrad=True))
+    trained(one, wrapped)
+    saved = save({"model": one, "optimizer": wrapped})
+    assert {n for n in saved.names() if n.startswith("model/")} == {"model/weight", "model/bias"}
+    plain = nn.Linear(3, 3)
+    other = torch.optim.AdamW(plain.parameters(), amsgrad=True)
+    saved.load(registry(model=plain, optimizer=other))
+    assert same_nested(dict(plain.state_dict()), dict(one.module.state_dict()))
+    assert same_nested(other.state[plain.weight], wrapped.optim.state[one.module.weight])
+    with torch.no_grad():
+        plain.weight.zero_()
+    save({"model": plain, "optimizer": other}).load(registry(model=one, optimizer=wrapped))
+    assert not one.module.weight.any()
+    states = StateRegistry()
+    old = FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="fully_shard"):
+        states.add("model", old)
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer"):
+        states.add("optimizer", ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1))
 
 
 def test_an_optimizer_with_a_state_dict_of_its_own_is_stored_as_what_it_gives():
