@@ -20,9 +20,8 @@ from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.pinning import Pinned
 from ftckpt.trainer.states import StateRegistry
 
-_QUANTIZED = re.compile(
-    r"[48]bit|fp8", re.IGNORECASE
-)  # optimizers called so hold about a byte for an element, whatever the parameter's dtype
+# Optimizers called so hold about a byte for an element, whatever the parameter's dtype.
+_QUANTIZED = re.compile(r"[48]bit|fp8", re.IGNORECASE)
 _COPIES = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "Rprop": 2, "Muon": 1, "Adafactor": 1}  # of the parameters, once there is state
 
 
