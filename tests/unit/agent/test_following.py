@@ -74,7 +74,7 @@ class Group:
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr("ftckpt.agent.assemble._LOG_POLL_S", 0.05)
+    monkeypatch.setattr("ftckpt.agent.following._LOG_POLL_S", 0.05)
     return Group()
 
 

@@ -132,7 +132,7 @@ def test_a_cursor_of_another_host_is_not_left_out_because_the_durable_tier_did_n
 
 @pytest.mark.covers("I11", "I6")
 def test_a_rank_whose_own_shard_is_still_being_copied_does_not_take_rank_0_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.agent.assemble._LOG_POLL_S", 0.02)
+    monkeypatch.setattr("ftckpt.agent.following._LOG_POLL_S", 0.02)
     one, store, adopted = job(1), Blinking(), list[Candidate]()
     own = msgspec.structs.replace(one, config=config(rank=1))
     manifest = Manifest(
