@@ -192,7 +192,7 @@ def test_stopped_trainer_is_replaced_and_what_it_says_later_is_not_taken(rig: Ri
         process.communicate(timeout=10.0)
 
 
-@pytest.mark.covers("I14", "F67")
+@pytest.mark.covers("I14", "F67", "F48")
 def test_replaced_trainer_is_told_by_whom_and_what_to_do_and_does_not_take_the_agent_back(rig: Rig) -> None:
     config = rig.config()
     old, new = rig.trainer(config), rig.trainer(config)

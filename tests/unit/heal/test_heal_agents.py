@@ -36,7 +36,7 @@ def events(folder: Path, kind: str, within: float = 10.0) -> list[Any]:
         time.sleep(0.1)
 
 
-@pytest.mark.covers("F51", "F57", "I5", "I9")
+@pytest.mark.covers("A3", "A18", "F51", "F57", "I5", "I9")
 def test_a_state_is_taken_whole_with_saving_off_and_one_event_tells_of_it(members: Start, tmp_path: Path) -> None:
     source, joiner = members("source", "joiner")
     source.call("publish", step=7, user=True)
@@ -65,7 +65,7 @@ def test_agents_listen_on_the_configured_address_alone_and_tell_the_real_port(me
         assert {c.laddr.ip for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"} <= {"::1"}
 
 
-@pytest.mark.covers("F53", "I5")
+@pytest.mark.covers("A3", "F53", "I5")
 def test_every_snapshot_taken_while_training_goes_on_is_of_one_step(members: Start) -> None:
     source, joiner = members("source", "joiner", side=384)
     for step in range(1, 9):

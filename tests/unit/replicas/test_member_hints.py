@@ -69,7 +69,7 @@ def test_a_step_from_zero_waits_while_another_replica_is_seen_ahead_and_the_log_
     assert bench.step(0)[0]
 
 
-@pytest.mark.covers("F67", "I11")
+@pytest.mark.covers("F67", "F48", "I11")
 def test_a_zombie_beside_its_replacement_does_not_hold_the_job_up_for_ever_one_of_the_two_ends() -> None:
     first, later = Bench(step=3), Bench(step=3)
     acts: dict[int, list[Act]] = {0: [], 1: []}

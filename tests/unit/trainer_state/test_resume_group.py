@@ -107,7 +107,7 @@ def test_a_store_that_goes_on_failing_on_one_rank_is_an_error_on_all_and_no_olde
     assert all("the mount does not answer" in e.what for e in errors)
 
 
-@pytest.mark.covers("I11")
+@pytest.mark.covers("D13", "I11")
 def test_a_rank_that_loads_for_longer_than_ranks_wait_for_a_word_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     reports, _ = resume_both((0, 0), monkeypatch, takes=1.8, group_s=1.0)
     assert [r.step for r in reports] == [2, 2]

@@ -49,6 +49,7 @@ def model_and_optimizer(found):
     return {k: v for k, v in found.items() if not k.startswith("tree/")}
 
 
+@pytest.mark.covers("B6", "I11")
 def test_a_sharded_save_makes_no_collective_and_stores_everything_once(fsdp):
     assert [r["collectives"] for r in fsdp] == [0, 0]
     plain = [set(r["names"]) for r in fsdp]

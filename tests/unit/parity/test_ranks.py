@@ -1,0 +1,56 @@
+"""Two ranks of one group through the real Checkpointer: what is each rank's own, and what it costs the process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ftckpt.testing.cluster import torchrun
+
+SCRIPT = Path(__file__).with_name("rank_job.py")
+pytestmark = pytest.mark.slow
+
+
+def run(folder, verb):
+    """What the ranks said, in order."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "FTCKPT_RUNTIME_DIR": str(folder / "run"), "FTCKPT_DEADLINES_LINGER_S": "1"}
+    argv = torchrun([str(SCRIPT), str(folder / "root"), verb], job=f"ranks-{verb}", nproc=2)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{verb}-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "root").mkdir()
+    return folder, run(folder, "save"), run(folder, "load")
+
+
+@pytest.mark.covers("B6", "I11")
+def test_saves_and_resumes_of_a_sharded_model_make_no_collective(saved):
+    _, ranks, again = saved
+    assert [r["saving"] for r in ranks] == [[0, 0, 0]] * 2
+    assert all(r["sharded"] for r in ranks), "the counter counts"
+    assert [r["resuming"] for r in ranks] == [0, 0]
+    assert [r["resuming"] for r in again] == [0, 0]
+
+
+@pytest.mark.covers("D5", "F35", "F48")
+def test_each_rank_gets_what_it_stored_under_the_same_names_and_what_is_absent_is_an_error(saved):
+    folder, _, ranks = saved
+    assert [r["step"] for r in ranks] == [3, 3]
+    assert [r["own"] for r in ranks] == [{"rank": rank, "seen": [i * (rank + 1.0) for i in range(3)]} for rank in range(2)]
+    for rank, said in enumerate(ranks):
+        stream = random.Random(100 + rank)
+        for _ in range(2):  # drawn before the last save
+            stream.random()
+        assert said["next"] == stream.random()
+    for said in run(folder, "more"):
+        assert said["error"] == "Mismatch"
+        assert "another" in said["text"]
