@@ -104,7 +104,6 @@ def write_shard(
     *,
     threads: int = 1,
     progress: Callable[[int], None] | None = None,
-    pace: Callable[[int], None] | None = None,
     ready: Callable[[], None] | None = None,
 ) -> tuple[TensorTable, ShardInfo]:
     """Write and digest an image in one pass, then its header, then make the file durable and visible.
@@ -115,7 +114,6 @@ def write_shard(
         image: the bytes, in one piece or gathered from several; page-aligned memory is written without a copy where the store can.
         threads: how many groups of blocks are under way at a time.
         progress: called with the number of bytes just written, from the writing threads.
-        pace: called with the number of bytes before they are written; may sleep to slow the writing down.
         ready: called once all is written, before the file becomes visible; what it raises ends the writing.
 
     Returns:
@@ -145,8 +143,6 @@ def write_shard(
                 progress(len(part))
 
         def both(start: int) -> tuple[str, ...]:
-            if pace is not None:
-                pace(min(group, table.image_bytes - start))
             part = part_at(start)
             digests = digest_blocks(part, table.block_bytes)
             written(start, part)
@@ -158,8 +154,6 @@ def write_shard(
         header = shard_header(table)
         _write_header(writer, header, header_bytes)
         for start in starts if writer.in_order else ():
-            if pace is not None:
-                pace(min(group, table.image_bytes - start))
             written(start, part_at(start))
         if ready is not None:
             ready()
