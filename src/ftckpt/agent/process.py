@@ -1,4 +1,4 @@
-"""The agent's main thread: listens for a trainer, takes its messages, sends what the others have to say, decides when to end.
+"""The agent's main thread: takes the messages of the trainer that came in by the door, sends what the others have to say, decides when to end.
 
 Never blocks on store, log or peers: all such work is the pipeline's.
 """
@@ -10,32 +10,27 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from ftckpt.agent.desk import Desk
+from ftckpt.agent.door import Door, Link
 from ftckpt.agent.lifetime import Standing, decide
 from ftckpt.agent.pipeline import Pipeline
 from ftckpt.agent.session import Session
 from ftckpt.errors import AgentError, FtckptError
 from ftckpt.link import launch
 from ftckpt.link import messages as m
-from ftckpt.link.channel import Channel, ChannelClosed
+from ftckpt.link.channel import ChannelClosed
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import BlobStore, CommitLog
 
 logger = logging.getLogger("ftckpt.agent")
 
 _TICK_S = 0.5
-_HELLO_S = 10.0
-_MAX_STRANGERS = 16
 _CLOSE_S = 10.0
 _HURRIED_S = 2.0  # for ending the threads when something hangs
-_Link = Channel[m.ToAgent]
 
 
 class Agent:
@@ -52,10 +47,8 @@ class Agent:
         self._desk = Desk(self._wake)
         self._pipeline = Pipeline(config, store, log, self._desk, journal, on_root=on_root)
         self._selector = selectors.DefaultSelector()
-        self._socket = launch.paths_of(config).socket
-        self._listener: socket.socket | None = None
+        self._door = Door(launch.paths_of(config).socket, self._selector, lambda: self.config, self._adopt)
         self._session: Session | None = None
-        self._strangers: dict[_Link, float] = {}
         self._sessions = 0
         self._gone_since = time.monotonic()
         self._bye = False
@@ -74,7 +67,7 @@ class Agent:
         self._selector.register(self._wake_r, selectors.EVENT_READ, self._drain_wakeups)
         self._pipeline.start()
         self._pipeline.server.tried.wait(self.config.log_timeout_s + 1.0)
-        self._listen()
+        self._door.open()
         self._gone_since = time.monotonic() + self.config.start_timeout_s  # whoever started it has this long to come
         ready()
         logger.info(
@@ -102,9 +95,7 @@ class Agent:
         self._pipeline.settle()
         for session, message in self._desk.take():
             self._forward(session, message)
-        for stranger, since in list(self._strangers.items()):
-            if time.monotonic() - since > _HELLO_S:
-                self._forget(stranger)
+        self._door.tidy()
         if self._session is not None:
             with self._ends_session():
                 self._session.answer_drains()
@@ -123,72 +114,8 @@ class Agent:
             if self._selector.get_key(self._session.channel).events != events:
                 self._selector.modify(self._session.channel, events, self._on_trainer)
 
-    # ------------------------------------------------------------ connections
-    def _listen(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        self._socket.unlink(missing_ok=True)  # of an agent that was killed: this one holds the lock for life
-        with launch.address(self._socket) as name:
-            listener.bind(name)
-        os.chmod(self._socket, 0o600)
-        listener.listen(8)
-        self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._on_connection)
-
-    def _on_connection(self) -> None:
-        if self._listener is None:
-            return
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as e:
-            logger.warning("accept: %s", e)
-            return
-        pid, uid, _ = launch.peer(sock)
-        if uid != os.geteuid() or len(self._strangers) >= _MAX_STRANGERS:
-            logger.warning("connection of pid %d, uid %d refused", pid, uid)
-            sock.close()
-            return
-        channel: _Link = Channel(sock, m.ToAgent, f"trainer (pid {pid})")
-        self._strangers[channel] = time.monotonic()
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_stranger(channel, pid))
-
-    def _on_stranger(self, channel: _Link, pid: int) -> None:
-        """The first message of a connection must be Hello; what follows it at once is the new session's."""
-        try:
-            messages = channel.drain_input()
-        except AgentError as e:
-            logger.warning("before Hello: %s", e)
-            self._forget(channel)
-            return
-        if not messages:
-            return
-        hello = messages[0]
-        try:
-            config = self._check(hello)
-        except FtckptError as e:
-            logger.warning("trainer (pid %d) refused: %s", pid, e)
-            with contextlib.suppress(AgentError):
-                channel.post(m.Warned(kind="refused", text=e.what))
-                channel.flush()
-            self._forget(channel)
-            return
-        self._forget(channel, close=False)
-        self._adopt(channel, pid, config, messages[1:])
-
-    def _check(self, hello: m.ToAgent) -> AgentConfig:
-        if not isinstance(hello, m.Hello):
-            raise AgentError(f"the first message was {type(hello).__name__}, not Hello")
-        if hello.version != m.LINK_VERSION:
-            raise AgentError(f"trainer speaks link version {hello.version}, this agent {m.LINK_VERSION}")
-        try:
-            config = msgspec.msgpack.decode(hello.config, type=AgentConfig) if hello.config else self.config
-        except msgspec.DecodeError as e:
-            raise AgentError(f"the trainer's configuration cannot be read: {e}") from e
-        config = msgspec.structs.replace(config, group_world_size=hello.group_world_size, incarnation=hello.incarnation).check()
-        if config.key != self.config.key or (hello.job, hello.replica, hello.rank) != (config.job, config.replica, config.rank):
-            raise AgentError(f"this agent is for {self.config.job}/{self.config.replica} rank {self.config.rank} at {self.config.root}")
-        return config
-
-    def _adopt(self, channel: _Link, pid: int, config: AgentConfig, more: list[m.ToAgent]) -> None:
+    # ------------------------------------------------------------ the trainer
+    def _adopt(self, channel: Link, pid: int, config: AgentConfig, more: list[m.ToAgent]) -> None:
         """A trainer is attached; one that was attached before is let go: whatever it had sent counts, nothing later does."""
         reattached, before = self._sessions > 0, self._session
         if before is not None:
@@ -286,12 +213,6 @@ class Agent:
         if session.bye:
             self._pipeline.supersede(0)
 
-    def _forget(self, channel: _Link, *, close: bool = True) -> None:
-        self._strangers.pop(channel, None)
-        self._selector.unregister(channel)
-        if close:
-            channel.close()
-
     # ------------------------------------------------------------ signals, ends
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -307,7 +228,7 @@ class Agent:
     def _standing(self) -> Standing:
         pipeline = self._pipeline
         return Standing(
-            attached=self._session is not None or bool(self._strangers),
+            attached=self._session is not None or self._door.strangers,
             gone_since=self._gone_since,
             bye=self._bye,
             working=pipeline.working,
@@ -319,10 +240,7 @@ class Agent:
 
     def _leave(self) -> int:
         """Stop listening first, so that a new trainer starts a new agent, which waits for this one's lock."""
-        self._socket.unlink(missing_ok=True)
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
+        self._door.close()
         left = self._desk.flight()
         self._let_go("the agent ends")
         self._pipeline.close(_HURRIED_S if left else _CLOSE_S)
