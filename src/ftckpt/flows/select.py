@@ -37,17 +37,13 @@ UNREAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Waits between tries to read a generation while the store fails: taking an older one leaves the newer ones behind for good."""
 
 
-def view(log: CommitLog, *, timeout: float | None = None) -> LogView:
-    """Everything the log lists; being unreachable or damaged is a state here, not an error.
-
-    Args:
-        timeout: deadline of one call, in seconds; the log's own when left out.
-    """
+def view(log: CommitLog) -> LogView:
+    """Everything the log lists; being unreachable or damaged is a state here, not an error."""
     try:
-        tail = log.tail(timeout=timeout)
-        uuid = log.uuid(timeout=timeout)
-        entries = tuple(log.entries(timeout=timeout))
-        damaged = tuple(log.damaged(timeout=timeout))
+        tail = log.tail()
+        uuid = log.uuid()
+        entries = tuple(log.entries())
+        damaged = tuple(log.damaged())
     except (LogUnreachable, LogAmbiguous) as e:
         return LogView(state="unreachable", reason=e.what)
     except Damaged as e:
@@ -57,7 +53,7 @@ def view(log: CommitLog, *, timeout: float | None = None) -> LogView:
     return LogView(uuid=uuid, tail=tail, entries=entries, damaged=damaged)
 
 
-def look(log: CommitLog, store: BlobStore, job: str, *, timeout: float | None = None) -> Situation:
+def look(log: CommitLog, store: BlobStore, job: str) -> Situation:
     """What a choice is made from. The log is read before the root, so that a generation seen in the log is there.
 
     Only directories that it does not list are looked at: of the others the log says what they are, and ``verify`` whether they are that.
@@ -65,11 +61,11 @@ def look(log: CommitLog, store: BlobStore, job: str, *, timeout: float | None = 
     Raises:
         StoreError: the root cannot be listed.
     """
-    seen = view(log, timeout=timeout)
+    seen = view(log)
     found = scan(store, job, without={e.location for e in seen.entries})
     last = seen.tail.index if seen.tail is not None else -1
     if seen.state == "ok" and any(f.log == seen.uuid and f.known_tail > last for f in found):
-        seen = view(log, timeout=timeout)  # the job may have gone on between the two looks
+        seen = view(log)  # the job may have gone on between the two looks
     return Situation(job=job, log=seen, found=found)
 
 
@@ -84,7 +80,6 @@ def choose(
     findings: dict[str, Fault | None] | None = None,
     pass_unread: bool = False,
     progress: Progress | None = None,
-    timeout: float | None = None,
 ) -> Choice:
     """Walk the recovery ladder.
 
@@ -97,7 +92,6 @@ def choose(
         findings: what is known already of locations, by earlier tries to load them; added to.
         pass_unread: pass over what the store goes on failing to give, as over what is damaged: for who only needs a state to heal from.
         progress: called with file and bytes while verifying.
-        timeout: deadline of one call to the log, in seconds.
 
     Raises:
         LogUnreachable, LogRegressed, Damaged, ProgressExists, NothingLoadable, NotFound: nothing is chosen; says why and what
@@ -120,7 +114,7 @@ def choose(
 
     def looked() -> Situation:
         waits = pauses if isinstance(asked, Newest) and not pass_unread else []
-        at = _patiently(lambda: look(log, at_hand, job, timeout=timeout), _unseen, waits)
+        at = _patiently(lambda: look(log, at_hand, job), _unseen, waits)
         return _without(at, unseen(at)) if pass_unread else at
 
     def settled(at: Situation) -> Choice:
@@ -133,7 +127,7 @@ def choose(
             _rebind(log, store, job)
         if choice.source != "durable" or not adopt:
             return choice
-        overtaken += not adopt_chain(log, store, job, at, choice.location, probe, timeout=timeout)
+        overtaken += not adopt_chain(log, store, job, at, choice.location, probe)
         if overtaken >= OVERTAKEN:
             break
     at = looked()
@@ -242,8 +236,6 @@ def adopt_chain(
     at: Situation,
     location: str,
     probe: Callable[[str, Entry | None], Fault | None],
-    *,
-    timeout: float | None = None,
 ) -> list[Entry]:
     """Append a finished generation without record, and before it those of its ancestors that have none either.
 
@@ -258,7 +250,7 @@ def adopt_chain(
         if found.trajectory is None or not isinstance(judge(tail, found.trajectory), Append) or probe(found.location, None) is not None:
             continue
         _acknowledged(store, job, found.location)
-        entry = append(log, store, job, found, tail, timeout=timeout)
+        entry = append(log, store, job, found, tail)
         if entry is None:
             break
         tail = entry
@@ -278,7 +270,7 @@ def _acknowledged(store: BlobStore, job: str, location: str) -> None:
             logger.warning("%s is not in the durable tier yet: %s", location, e.what)
 
 
-def append(log: CommitLog, store: BlobStore, job: str, found: Found, tail: Entry | None, *, timeout: float | None = None) -> Entry | None:
+def append(log: CommitLog, store: BlobStore, job: str, found: Found, tail: Entry | None) -> Entry | None:
     """Append one finished generation after ``tail``; its own attempt is looked for first when that is refused (rule 6).
 
     Returns:
@@ -290,8 +282,8 @@ def append(log: CommitLog, store: BlobStore, job: str, found: Found, tail: Entry
         record(manifest, data, found.location), base=last if tail is None or tail.kind == "generation" else tail.base
     )
     try:
-        return log.append(msgspec.structs.replace(entry, log=tail.log if tail else ""), expect_tail=last, timeout=timeout)
+        return log.append(msgspec.structs.replace(entry, log=tail.log if tail else ""), expect_tail=last)
     except Withdrawn:
         return None
     except (TailMoved, LogAmbiguous):
-        return own_entry(log.entries(after=last, timeout=timeout), entry.attempt)
+        return own_entry(log.entries(after=last), entry.attempt)

@@ -20,13 +20,12 @@ from ftckpt.trainer.naming import decode_torch, encode_torch
 from ftckpt.trainer.states import State, StateRegistry
 
 
-def capture_cursor(registry: StateRegistry, loader_state: object | None, *, rng: bool = True) -> bytes:
-    """The state document of this rank, as JSON bytes.
+def capture_cursor(registry: StateRegistry, loader_state: object | None) -> bytes:
+    """The state document of this rank, with its RNG streams, as JSON bytes.
 
     Args:
         registry: its states of scope "replica" are included.
         loader_state: the loader's ``state_dict()`` value, or ``None``.
-        rng: whether to include the RNG streams.
 
     Raises:
         Unstorable: names the key.
@@ -34,8 +33,7 @@ def capture_cursor(registry: StateRegistry, loader_state: object | None, *, rng:
     doc: dict[str, object] = {"states": {s.name: _encode(s.value(), s.name) for s in registry.of_scope("replica")}}
     if loader_state is not None:
         doc["loader"] = _encode(loader_state, "loader")
-    if rng:
-        doc["rng"] = _encode(streams.capture_rng(), "rng")
+    doc["rng"] = _encode(streams.capture_rng(), "rng")
     return msgspec.json.encode(doc)
 
 
