@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -50,6 +52,22 @@ class Parts(msgspec.Struct, frozen=True):
         """The job's name, wherever it was given."""
         name: str = self.settings.job
         return name
+
+
+@contextmanager
+def interrupted() -> Iterator[threading.Event]:
+    """An event that the first SIGINT sets, whatever library's code it strikes in; a second one interrupts as ever. Main thread."""
+    over = threading.Event()
+
+    def note(number: int, frame: object) -> None:
+        over.set()
+        signal.signal(number, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield over
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def settings(

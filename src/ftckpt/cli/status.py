@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,12 +50,16 @@ def status(
         elif watch is None:
             common.console().print(_render(now))
         else:
-            with suppress(KeyboardInterrupt):
-                _follow(now, lambda: flow(parts.log, parts.store, parts.job), watch, json)
+            with common.interrupted() as over:
+                _follow(now, lambda: flow(parts.log, parts.store, parts.job), lambda: over.wait(watch), json)
 
 
-def _follow(now: Status, look: Callable[[], Status], every: float, json: bool) -> None:
-    """Show it again and again. A log that is silent for a while is said, beside what was seen last."""
+def _follow(now: Status, look: Callable[[], Status], over: Callable[[], bool], json: bool) -> None:
+    """Show it again and again. A log that is silent for a while is said, beside what was seen last.
+
+    Args:
+        over: waits until it is to be shown again; true when it is not.
+    """
     from rich.live import Live
 
     out = common.console()
@@ -69,7 +72,8 @@ def _follow(now: Status, look: Callable[[], Status], every: float, json: bool) -
                 out.print(f"--- {common.when(now.time)}", _render(now, silent), sep="\n")
             else:
                 live.update(_render(now, silent), refresh=True)
-            time.sleep(every)
+            if over():
+                return
             try:
                 now, silent = look(), ""
             except LogError as e:

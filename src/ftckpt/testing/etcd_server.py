@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -19,9 +19,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from ftckpt.errors import DeadlineExceeded
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded between fork and exec
 
 
 def have_etcd() -> bool:
@@ -47,8 +44,8 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+_DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+"""Run in front of the server: code between fork and exec in this process would run gRPC's, too, which may hang there."""
 
 
 class EtcdServer:
@@ -138,6 +135,7 @@ class EtcdServer:
         scheme = "https" if self.tls else "http"
         data = self._data()
         command = [
+            *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT),
             "etcd",
             f"--name={self.name}",
             f"--data-dir={data}",
@@ -157,7 +155,7 @@ class EtcdServer:
             cert, key, ca = self.tls
             command += [f"--cert-file={cert}", f"--key-file={key}", f"--trusted-ca-file={ca}", "--client-cert-auth"]
         with open(data.parent / f"{self.name}.log", "ab") as output:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_die_with_parent)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
     def wait_healthy(self, seconds: float = 20.0) -> None:
         """Wait until it serves linearizable reads.

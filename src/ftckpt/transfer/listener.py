@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from ftckpt.errors import ConfigError
-from ftckpt.transfer.wire import Channel, Closed
+from ftckpt.transfer.wire import Channel, Closed, tune
 
 log = logging.getLogger("ftckpt.transfer.server")
 BACKLOG = 128  # connections that the kernel holds until they are accepted or turned away
@@ -114,7 +114,6 @@ class Listener:
                 log.warning("accepting a connection failed: %s", e)
                 time.sleep(0.05)  # out of descriptors: those who are here finish first
                 continue
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = Channel(sock)
             if not self._take_on(channel):
                 log.warning("turned %s away: no thread is free for it", address[0])
@@ -144,6 +143,7 @@ class Listener:
     def _serve(self, channel: Channel) -> None:
         """One connection, from first to last."""
         try:
+            tune(channel.sock)
             if self._tls is not None:
                 channel.sock.settimeout(self._handshake_s)
                 channel.sock = self._tls.wrap_socket(channel.sock, server_side=True)

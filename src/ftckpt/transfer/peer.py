@@ -18,7 +18,7 @@ import msgspec
 from ftckpt.errors import ConfigError
 from ftckpt.transfer.auth import authorization, same, sign_answer
 from ftckpt.transfer.place import Place
-from ftckpt.transfer.wire import BadMessage, Channel, Closed, Head, parse_status, render_request
+from ftckpt.transfer.wire import BadMessage, Channel, Closed, Head, parse_status, render_request, tune
 
 log = logging.getLogger("ftckpt.transfer.client")
 HEAD_BYTES = 16384
@@ -217,7 +217,7 @@ class PeerConnection:
                 sock = socket.create_connection((host, port), timeout=self._connect_s)
             except TimeoutError as e:
                 raise Flaw(f"it did not accept a connection within {self._connect_s:g} s", fatal=True) from e
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(sock)
             if scheme == "https":
                 sock = (self._tls or ssl.create_default_context()).wrap_socket(sock, server_hostname=host)
             self._channel = Channel(sock)

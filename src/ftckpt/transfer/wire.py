@@ -22,6 +22,9 @@ _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
+_NEAR_BYTES = 256 << 10  # of buffer on each side: what is on its way between two processes of one host stays in the processor's cache
+
+
 class BadMessage(Exception):
     """A head that is refused, with the HTTP status that says so."""
 
@@ -189,6 +192,14 @@ class Channel:
     def close(self) -> None:
         """Close the socket."""
         self.sock.close()
+
+
+def tune(sock: socket.socket) -> None:
+    """Set up a connected socket: no waiting for more to send, and small buffers to a peer on the same host. To others the kernel finds the right size."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _NEAR_BYTES)
 
 
 def _parse_head(data: bytes, max_lines: int) -> Head:

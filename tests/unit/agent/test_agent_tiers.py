@@ -177,7 +177,7 @@ def test_retention_removes_from_both_tiers_and_keep_local_only_from_the_first(ti
     assert until(lambda: len(tiers.names(tiers.first)) == 1, 30.0), tiers.names(tiers.first)
     assert [e.step for e in tiers.rig.entries()] == tiers.sound(tiers.durable) == [4, 5, 6]  # type: ignore[attr-defined]
     assert tiers.sound(tiers.first) == [6]
-    assert tiers.placed() == {3: {"durable"}, 4: {"durable"}, 5: {"first", "durable"}}
+    assert until(lambda: tiers.placed() == {3: {"durable"}, 4: {"durable"}, 5: {"first", "durable"}}, 10.0), tiers.placed()
 
 
 @pytest.mark.covers("I1", "I11")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.cli.common import console
+from ftckpt.cli.common import console, interrupted
 from ftckpt.cli.status import _render
 from ftckpt.flows.status import status
 from ftckpt.ports import ReplicaInfo
@@ -171,3 +171,16 @@ def test_the_live_view_says_since_when_the_log_is_silent(job: World) -> None:
     assert "the log is silent since" in text
     assert "no leader" in text
     assert "#0 generation of step 5" in text
+
+
+def test_the_first_interrupt_ends_a_view_wherever_it_strikes_and_a_second_is_as_ever() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupted() as over:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:  # as a library may that wants to go on whatever happens
+            pytest.fail("it was raised where it can be swallowed")
+        assert over.wait(1)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
