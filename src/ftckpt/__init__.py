@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 _LAZY = {
     "Checkpointer": "ftckpt.trainer.checkpointer",
-    "ResumeReport": "ftckpt.trainer.resuming",
+    "ResumeReport": "ftckpt.trainer.report",
     "SaveHandle": "ftckpt.trainer.handle",
     "Outcome": "ftckpt.trainer.replicas.base",
     "digest_of": "ftckpt.trainer.digests",
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from ftckpt.trainer.inference import ModelReport as ModelReport
     from ftckpt.trainer.inference import load_model as load_model
     from ftckpt.trainer.replicas.base import Outcome as Outcome
-    from ftckpt.trainer.resuming import ResumeReport as ResumeReport
+    from ftckpt.trainer.report import ResumeReport as ResumeReport
     from ftckpt.trainer.warmstart import WarmReport as WarmReport
 
     __version__: str

@@ -14,7 +14,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.format.leaves import encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.plan import Spec, plan_image
-from ftckpt.trainer.collect import Static, collect_dynamic, collect_static, signature
+from ftckpt.trainer.collect import Static, collect_dynamic, collect_static, differing, signature
 from ftckpt.trainer.copying import Copies, SideStreams
 from ftckpt.trainer.fence import Fence
 from ftckpt.trainer.frozen import Copied, Frozen, Goal, held_apart
@@ -119,7 +119,7 @@ class Capturer:
                 if news.signature is not None and news.signature != self._asked:
                     self._trees = None
                     raise ConfigError(
-                        f"the structure of {_changed(news.signature, self._asked or [])} changed between prepare and freeze",
+                        f"the structure of {differing(news.signature, self._asked or [])} changed between prepare and freeze",
                         now="nothing was captured",
                         todo="call both at the same step boundary, and let state functions give the same tensors each time",
                     )
@@ -298,8 +298,3 @@ class _News(NamedTuple):
     infos: dict[str, StateInfo]
     signature: list[tuple[object, ...]] | None
     moved: bool
-
-
-def _changed(now: list[tuple[object, ...]], before: list[tuple[object, ...]]) -> str:
-    other = set(now) ^ set(before)
-    return ", ".join(sorted({str(item[0]) for item in other})[:5]) or "a state"

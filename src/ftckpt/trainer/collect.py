@@ -240,3 +240,9 @@ def signature(sources: Sequence[Source], known: Mapping[object, str]) -> list[tu
         placed = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
         found.append((name, tensor.dtype, tuple(tensor.shape), memory, placed, tensor.device))
     return found
+
+
+def differing(now: list[tuple[object, ...]], before: list[tuple[object, ...]]) -> str:
+    """Names of what two signatures have differently, for a message."""
+    other = set(now) ^ set(before)
+    return ", ".join(sorted({str(item[0]) for item in other})[:5]) or "a state"

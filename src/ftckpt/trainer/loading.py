@@ -12,7 +12,7 @@ from ftckpt.data.chain import Link
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.opening import opened
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import DataError
+from ftckpt.errors import Damaged, DataError, FtckptError, StoreError
 from ftckpt.flows.read import OpenGeneration, open_generation
 from ftckpt.format.leaves import decode_leaves
 from ftckpt.format.manifest import Cursor, Manifest
@@ -146,3 +146,11 @@ class GenerationLoader:
                 todo='run with as many ranks as before, use ElasticSampler, or resume(data="restart") to begin the loader anew',
             )
         return self._orphans.of(generation.manifest, generation.entry, replica.replica, self._policy)
+
+
+def not_loaded(location: str, fault: str, unread: bool) -> FtckptError:
+    """What a generation that could not be loaded is to whoever asked for that very one; ``unread``: only because its store failed."""
+    what, now = f"{location} cannot be loaded: {fault}", "states may be half loaded: do not train"
+    if unread:
+        return StoreError(what, now=now, todo="see that it can be read (permissions, mount, server), and start again")
+    return Damaged(what, now=now, todo="ask for another generation")

@@ -1,4 +1,4 @@
-"""What a restore did, state by state: values for the facade, logs and tests."""
+"""What a restore did, state by state, and where a resume took the state from: values for the facade, logs and tests."""
 
 from __future__ import annotations
 
@@ -46,3 +46,31 @@ class RestoreReport(msgspec.Struct, kw_only=True):
     states: dict[str, StateReport] = msgspec.field(default_factory=dict)
     unread: list[str] = msgspec.field(default_factory=list)
     bytes: int = 0
+
+
+class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the state comes from, and why.
+
+    Args:
+        source: "generation", "durable", "new" or "fresh"; "peers": nothing was loaded, and nothing counts before a peer's state was taken.
+        step: committed step that training goes on from.
+        generation: index in the log; None for a start from zero.
+        location: directory name of the generation.
+        reasons: why this one; the first line says it all.
+        passed_over: better candidates that could not be loaded, with part and reason.
+        states: what happened to each registered state.
+        bytes, seconds: what resuming took on this rank; load_seconds: of that, opening the generation, checking and copying.
+        warnings: what the user should know.
+    """
+
+    source: str
+    step: int
+    generation: int | None = None
+    location: str = ""
+    reasons: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+    states: RestoreReport | None = None
+    bytes: int = 0
+    seconds: float = 0.0
+    load_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()

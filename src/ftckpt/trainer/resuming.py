@@ -14,62 +14,27 @@ from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import Damaged, FtckptError, LogUnreachable, NothingLoadable, StoreError, TailMoved
+from ftckpt.errors import FtckptError, LogUnreachable, NothingLoadable, StoreError, TailMoved
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import UNREAD_PAUSES_S, choose
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.agreeing import Agreeing, Overtaken, Word
 from ftckpt.trainer.branching import branch
 from ftckpt.trainer.group import Group
-from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions
+from ftckpt.trainer.loading import GenerationLoader, Loaded, LoadOptions, not_loaded
 from ftckpt.trainer.opening import await_log
 from ftckpt.trainer.replicas.base import Replica
-from ftckpt.trainer.restore import RestoreReport
+from ftckpt.trainer.report import ResumeReport
+
+__all__ = ["ResumeReport", "Resumer"]
 
 logger = logging.getLogger("ftckpt")
 
 FIRST_S = 20.0  # how long a replica waits for the first generation that others are making; less than ranks wait for each other
 POLL_S = 0.2
-
-
-class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the state comes from, and why.
-
-    Args:
-        source: "generation", "durable", "new" or "fresh"; "peers": nothing was loaded, and nothing counts before a peer's state was taken.
-        step: committed step that training goes on from.
-        generation: index in the log; None for a start from zero.
-        location: directory name of the generation.
-        reasons: why this one; the first line says it all.
-        passed_over: better candidates that could not be loaded, with part and reason.
-        states: what happened to each registered state.
-        bytes, seconds: what resuming took on this rank; load_seconds: of that, opening the generation, checking and copying.
-        warnings: what the user should know.
-    """
-
-    source: str
-    step: int
-    generation: int | None = None
-    location: str = ""
-    reasons: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
-    states: RestoreReport | None = None
-    bytes: int = 0
-    seconds: float = 0.0
-    load_seconds: float = 0.0
-    warnings: tuple[str, ...] = ()
-
-
 OVERTAKEN = 3  # times that a start chooses again because something newer was committed meanwhile
 _PEERS_ONLY = "other replicas are at work and no generation was completed yet: the state comes from one of them, or from nowhere"
 _MENDED_BY_ANOTHER = ("Damaged", "StoreError", "NotFound")  # another generation may still be loaded
-
-
-def _not_loaded(location: str, fault: str, unread: bool) -> FtckptError:
-    what, now = f"{location} cannot be loaded: {fault}", "states may be half loaded: do not train"
-    if unread:
-        return StoreError(what, now=now, todo="see that it can be read (permissions, mount, server), and start again")
-    return Damaged(what, now=now, todo="ask for another generation")
 
 
 class Resumer:
@@ -122,7 +87,7 @@ class Resumer:
         """
         loaded, fault, unread = self._try(choice, options)
         if loaded is None or fault:
-            raise _not_loaded(choice.location, fault, unread)
+            raise not_loaded(choice.location, fault, unread)
         return loaded
 
     def resume(
@@ -165,7 +130,7 @@ class Resumer:
                 time.sleep(pauses.pop(0))
                 continue
             if not isinstance(request, Newest) or first is not None:
-                raise _not_loaded(choice.location, fault, unread)
+                raise not_loaded(choice.location, fault, unread)
             faults[choice.location] = Fault("payload", fault, unread)
 
     def reload(self, index: int) -> Loaded:

@@ -1,0 +1,114 @@
+"""The calls of a training loop: batches, the end of a step, saves, and where the state stands. They do nothing themselves; a rank's parts do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.errors import ConfigError
+from ftckpt.trainer.handle import SaveHandle
+from ftckpt.trainer.rank import Rank
+from ftckpt.trainer.replicas.base import Outcome, Replica
+
+
+class LoopCalls:
+    """What a checkpointer is asked for between ``resume()`` and ``close()``.
+
+    Attributes:
+        settings: what this process was told.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self.settings = rank, rank.settings
+
+    def batches(self, name: str = "loader", *, audit: bool = False, **options: Any) -> Iterator[Any]:
+        """Batches of the registered loader, each draw exactly once in the trajectory: a batch whose step was not committed
+        comes again. Of an ``ElasticLoader`` the iterator's ``share`` says what the batch is and how its loss is weighed.
+
+        Args:
+            name: the loader's name.
+            audit: record sample ids for ``ftckpt data audit``.
+            options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...). ``ids``, a function that gives
+                a batch's sample ids, turns the audit on; an ``ElasticLoader`` knows them and takes none of these options.
+        """
+        self._rank.need_resumed("batches()")
+        if audit or "ids" in options:
+            if self._rank.loaders.kind == "own" and "ids" not in options:
+                raise ConfigError("audit=True needs ids, a function that gives a batch's sample ids", todo="give ids=")
+            self._rank.ledger.open(self.settings, self.replica, self._rank.group.rank)
+            options.setdefault("record", self._rank.ledger.draw)
+        options.setdefault("ranks", self._rank.group.world_size)
+        return self._rank.loaders.feed(name, self._rank.session, self.replica, after_seek=self._rank.loader.rng_after_seek, **options)
+
+    def step(self, metrics: Mapping[str, float] | None = None) -> Outcome:
+        """Tell that the optimizer's step is over; saves where the policy says so.
+
+        Args:
+            metrics: numbers to keep with a generation made at this step.
+
+        Returns:
+            What became of the step.
+
+        Raises:
+            FtckptError: a failure in the background (of an earlier save, of the agent).
+            Diverged: this state is not on the log's trajectory: end this process.
+        """
+        self._rank.need_resumed("step()")
+        return self._rank.training.step(self.replica, metrics or {})
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step that the optimizer has just made counts: step learning-rate schedulers only then."""
+        return self.replica.committed
+
+    def save(self, wait: bool | float = False, metrics: Mapping[str, float] | None = None) -> SaveHandle:
+        """Save the state of the last committed step now.
+
+        Args:
+            wait: True (up to ``deadlines.close_s``) or seconds: wait until the generation is in the log.
+            metrics: numbers to keep with it.
+
+        Returns:
+            A handle with ``captured``, ``persisted``, ``committed``, ``generation`` and ``location``.
+
+        Raises:
+            ConfigError: nothing was committed since ``resume()``.
+        """
+        self._rank.need_resumed("save()")
+        handle = self._rank.training.save(self.replica, metrics or {})
+        if wait:
+            handle.wait(self.settings.deadlines.close_s if wait is True else float(wait))
+        return handle
+
+    def captured(self) -> None:
+        """Wait until the last save is captured. On a CPU it is when ``save()`` or ``step()`` returns; an accelerator copies meanwhile,
+        and any optimizer's step waits for that by itself. Call this before anything else changes registered parameters or optimizer
+        state in place: an EMA, clipped or tied weights, a ``load_state_dict``. SIGKILL of this process loses the save before, not after.
+
+        Raises:
+            FtckptError: a failure in the background, also of that copy.
+        """
+        self._rank.need_resumed("captured()")
+        self._rank.training.captured()
+        self._rank.background.check(self.replica)
+
+    @property
+    def waiting(self) -> int:
+        """Saves of this rank that are not in the log yet, for a metric: while the log does not answer it grows, and nothing else stops."""
+        return self._rank.background.waiting + self._rank.session.copying
+
+    @property
+    def current_step(self) -> int:
+        """The committed step of the live state."""
+        return self.replica.step
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The identity of the live state."""
+        return self.replica.trajectory
+
+    @property
+    def replica(self) -> Replica:
+        """This replica; without torchft one that stands alone."""
+        return self._rank.replica
