@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ftckpt.domain.deadlines import Deadlines
 from ftckpt.errors import AgentError
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.session import Session
@@ -28,7 +29,7 @@ def test_an_agent_that_dies_while_it_is_given_an_arena_costs_no_descriptor() -> 
     registry = StateRegistry()
     registry.add("model", torch.nn.Linear(64, 64))
     client: Any = SimpleNamespace(arena=None, attach=attach, layout=lambda table, states: 0)
-    settings: Any = SimpleNamespace(slots=1)
+    settings: Any = SimpleNamespace(slots=1, deadlines=Deadlines())
     session = Session(client, registry, Group(), settings)
     before = memory_files()
     for _ in range(3):
