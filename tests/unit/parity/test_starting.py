@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -308,3 +311,46 @@ def test_what_a_callback_raises_comes_out_of_the_call_and_nothing_is_saved(tmp_p
         with pytest.raises(ValueError, match="not now"):
             ckpt.save()
     assert not list((tmp_path / "root" / "gpt").glob("generations/*"))
+
+
+# ---------------------------------------------------------------- nothing in a file is run
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.write_text, (self.path, "it ran"))
+
+
+@pytest.mark.covers("F74", "F25", "I10")
+def test_a_pickle_in_place_of_any_file_of_a_job_is_never_run_and_the_file_is_named(tmp_path):
+    model = net(1)
+    loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2)
+    with opened(tmp_path) as ckpt:
+        ckpt.register(model=model, train={"n": 1}, loader=loader)
+        ckpt.add("own", {"mine": torch.ones(2)}, scope="replica")
+        ckpt.resume()
+        for _, _batch in zip(range(2), ckpt.batches("loader"), strict=False):
+            ckpt.step()
+            newest = ckpt.save(wait=30.0).location
+    job, canary = tmp_path / "root" / "gpt", tmp_path / "canary"
+    files = sorted(p.relative_to(job) for p in [*(job / "generations" / newest).rglob("*"), *(job / "cursors").rglob("*")] if p.is_file())
+    names = {p.name for p in files}
+    assert {"attempt.json", "leaves.json", "manifest.json", "solo-r00000.json", "solo-r00000.log"} < names
+    assert any(name.endswith(".safetensors") for name in names)
+    for number, file in enumerate(files):
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / "root", copy / "root")
+        (copy / "root" / "gpt" / file).write_bytes(pickle.dumps(Canary(canary)))
+        live = net(2)
+        with opened(copy, read_only=True) as ckpt:
+            ckpt.register(model=live, train={"n": 0}, loader=torch.utils.data.DataLoader(torch.arange(6), batch_size=2))
+            ckpt.add("own", {"mine": torch.zeros(2)}, scope="replica")
+            report = ckpt.resume()
+            assert equal(live.state_dict(), model.state_dict())
+        if file.parts[0] == "cursors" or file.name == "attempt.json":  # nothing that is loaded here
+            assert (report.step, report.passed_over) == (2, ())
+        else:
+            assert report.step == 1
+            assert file.name in " ".join(report.passed_over), file
+        assert not canary.exists(), file
