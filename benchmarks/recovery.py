@@ -103,6 +103,7 @@ def _recover(mode: str, mb: int, folder: Path) -> Iterator[dict[str, float]]:
                 "whole": lines[-1]["at"] - killed,
                 "detect": seen - killed,
                 "restart": healed["ready"] - killed,
+                "begin": healed["ready"] - healed["imported"],
                 "quorum": healed["fetching"] - healed["ready"],
                 "transfer": healed["fetched"] - healed["fetching"],
                 "apply": healed["applied"] - healed["applying"],
@@ -189,6 +190,7 @@ def _ours(stack: ExitStack, name: str, lighthouse: str, mb: int, folder: Path) -
     from ftckpt import Checkpointer, Never
     from ftckpt.trainer.replicas.torchft import Timeouts
 
+    _say("imported")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ckpt = Checkpointer.open(job="bench", root=folder / "root", policy=Never(), replica=name, runtime_dir=str(folder / "run"))
     stack.enter_context(ckpt)
@@ -216,6 +218,7 @@ def _plain(stack: ExitStack, name: str, lighthouse: str, mb: int, folder: Path) 
 
     from ftckpt.trainer.replicas.hooks import average_gradients
 
+    _say("imported")
     model = _model(mb)
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
 

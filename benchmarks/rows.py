@@ -132,6 +132,7 @@ BENCHES = {
             Row("recovery", "kill -> first step with both", "recovery.ours.whole", ("recovery.plain.whole",), "plain torchft", None),
             Row("recovery.detect", "the survivor is past the lost step", "recovery.ours.detect", ("recovery.plain.detect",), "plain torchft", None),
             Row("recovery.restart", "kill -> ready for its first quorum", "recovery.ours.restart", ("recovery.plain.restart",), "plain torchft", None),
+            Row("recovery.begin", "of that: model, manager; open(), resume()", "recovery.ours.begin", ("recovery.plain.begin",), "plain torchft", None),
             Row("recovery.quorum", "ready -> told whom to heal from", "recovery.ours.quorum", ("recovery.plain.quorum",), "plain torchft", None),
             Row("recovery.transfer", "fetching the state", "recovery.ours.transfer", ("recovery.plain.transfer",), "plain torchft, HTTP", None),
             Row("recovery.apply", "into the live state", "recovery.ours.apply", ("recovery.plain.apply",), "plain torchft", None),
