@@ -19,7 +19,8 @@ from ftckpt.trainer.states import StateRegistry
 def trained(model, optimizer, steps=2):
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(2, next(model.parameters()).shape[1])).sum().backward()
+        first = next(model.parameters())
+        model(torch.randn(2, first.shape[1], dtype=first.dtype)).sum().backward()
         optimizer.step()
     return model, optimizer
 
@@ -96,6 +97,43 @@ def test_a_parameter_whose_state_is_stored_in_part_is_an_error():
     _, other = trained(two, torch.optim.AdamW(two.parameters()))
     with pytest.raises(Mismatch, match="optimizer/state/weight/exp_avg is missing"):
         saved.load(registry(model=two, optimizer=other))
+
+
+class Mixed(torch.optim.SGD):
+    """bf16 parameters with fp32 main copies, unless told to do without."""
+
+    def __init__(self, params, main=True):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.main = main
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"] if self.main else ():
+            self.state[p].setdefault("main_param", p.detach().float())
+
+
+@pytest.mark.covers("D7", "D6")
+def test_main_parameters_are_there_as_a_whole_or_what_lacks_is_named_and_stays_as_it_is_on_request():
+    one, opt = trained(m := nn.Linear(3, 3).bfloat16(), Mixed(m.parameters()))
+    whole = save({"model": one, "optimizer": opt})
+    fresh = nn.Linear(3, 3).bfloat16()
+    other = Mixed(fresh.parameters())
+    whole.load(registry(model=fresh, optimizer=other))
+    assert same(other.state[fresh.weight]["main_param"], opt.state[one.weight]["main_param"])
+    bare, plain = trained(n := nn.Linear(3, 3).bfloat16(), Mixed(n.parameters(), main=False))
+    without = save({"model": bare, "optimizer": plain})
+    del opt.state[one.bias]["main_param"]
+    torn = save({"model": one, "optimizer": opt})
+    for saved, lacking in ((without, ["weight", "bias"]), (torn, ["bias"])):
+        _, live = trained(fresh, Mixed(fresh.parameters()))
+        kept = {name: live.state[p]["main_param"].clone() for name, p in fresh.named_parameters()}
+        with pytest.raises(Mismatch) as caught:
+            saved.load(registry(model=fresh, optimizer=live))
+        assert [n for n in ("weight", "bias") if f"optimizer/state/{n}/main_param is missing" in str(caught.value)] == lacking
+        report = saved.load(registry(model=fresh, optimizer=live), strict={"optimizer": "lenient"}).states["optimizer"]
+        assert report.missing == [f"state/{name}/main_param" for name in lacking]
+        assert all(same(live.state[getattr(fresh, name)]["main_param"], kept[name]) for name in lacking)
 
 
 @pytest.mark.covers("A11", "C9")
