@@ -56,7 +56,8 @@ class Link:
                 b.sendall(self._touched(bytearray(data)) if back else data)
         for end in (a, b):
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)  # wakes the other direction up
+            end.close()  # and tells a server that still sends, as the end of a process does
 
     def _touched(self, data: bytearray) -> bytearray:
         with self._lock:
