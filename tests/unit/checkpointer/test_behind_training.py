@@ -136,7 +136,7 @@ def test_a_failure_that_another_one_got_in_the_way_of_is_told_at_the_next_call()
         raise DeadlineExceeded("no buffer became free")
 
     training._saver = SimpleNamespace(last_step=0, save=no_buffer)  # type: ignore[assignment]
-    replica: Any = SimpleNamespace(trajectory=state, step=1, blank=False, outcome=lambda: outcome)
+    replica: Any = SimpleNamespace(trajectory=state, step=1, spent=False, outcome=lambda: outcome)
     with pytest.raises(DeadlineExceeded, match="no buffer"):
         training.step(replica, {})
     with pytest.raises(SaveFailed, match="disk full"):
