@@ -20,7 +20,7 @@ from ftckpt.trainer.group import Group
 from ftckpt.trainer.naming import local_of
 
 _NO_DISPATCH = (torch.Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__)
-_USUAL = frozenset({torch.Tensor, nn.Parameter})
+USUAL = frozenset({torch.Tensor, nn.Parameter})
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -74,7 +74,7 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
     Raises:
         Unstorable: meta, lazy, sparse, nested, quantized, or a subclass with behaviour of its own; names the key.
     """
-    if type(tensor) in _USUAL and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized):
+    if type(tensor) in USUAL and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized):
         item_bytes(dtype_name(tensor.dtype), key)  # most often, and many
         return
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor

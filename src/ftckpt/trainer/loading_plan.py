@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import Damaged, Mismatch
 from ftckpt.format.leaves import decode_tree
-from ftckpt.trainer.layout import as_integers, dtype_name, is_lazy
+from ftckpt.trainer.layout import USUAL, as_integers, dtype_name, is_lazy
 from ftckpt.trainer.naming import decode_torch, local_of, memory_key
 from ftckpt.trainer.reading import Sink, lacking, read_whole, same_content
 from ftckpt.trainer.report import StateReport, Strictness
@@ -65,7 +65,9 @@ class Part:
 
     def sink(self, key: str, stored: Stored, tensor: torch.Tensor) -> None:
         """Let a stored tensor fill a live one, if it fits."""
-        if is_lazy(tensor):
+        if type(tensor) in USUAL and tensor.dtype is stored.dtype and tensor.shape == stored.shape:  # most often, and many
+            self._fill(key, stored, tensor)
+        elif is_lazy(tensor):
             self.problem(f"{key} is not initialised yet (a lazy module); run one forward first")
         elif tensor.shape != stored.shape:
             self.problem(f"{key} has shape {tuple(tensor.shape)}, stored is {stored.shape}")

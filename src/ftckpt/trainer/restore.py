@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,30 +69,38 @@ def restore(
             before training on. Learning rates, RNG streams, gradients, optimizers' structure and trees are as before.
     """
     chosen = _choose(registry, only, exclude, sources, strict, on_mismatch)
-    with without_gc():
-        index, claimed = Index(images), dict[object, Stored]()
+    report = RestoreReport()
+
+    def filled() -> list[Callable[[], object]]:
+        """Plan, check and fill; what is to be called at the end."""
+        index = Index(images)
+        claimed: dict[object, Stored] = {}
         names = parameter_names(registry.of_scope("shared"))
-
-        def planned(state: State) -> Part:
+        parts: list[Part] = []
+        problems: list[str] = []
+        read: set[str] = set()
+        for state in sorted(chosen, key=lambda s: _ORDER[s.kind]):
             source = _source(state.name, sources or {}, states)
-            stored = source or _wanted(state.name, sources or {})[0]
-            part = Part(state.name, stored, index, _for(strict, state.name, "exact"), claimed)
+            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), claimed)
+            read.add(part.source)
+            fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
             _plan(part, state, source, leaves, states, names, meta)
-            return _left_alone(part) if part.problems and _may_be_fresh(state, on_mismatch) else part
+            if part.problems and fresh:
+                part.report.notes += part.problems
+                part = _left_alone(part)
+            problems += part.problems
+            parts.append(part)
+        raise_all(problems)
+        report.bytes = _fill(index, parts, threads, placed or {})
+        report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
+        report.unread = [name for name in states if name not in read]
+        return [load for part in parts for load in part.loads]
 
-        parts = {state.name: planned(state) for state in sorted(chosen, key=lambda s: _ORDER[s.kind])}
-        raise_all([problem for part in parts.values() for problem in part.problems])
-        filled = _fill(index, list(parts.values()), threads, placed or {})
-    for part in parts.values():
-        for load in part.loads:
-            load()
-    read = {part.source for part in parts.values()}
-    reports = {state.name: parts[state.name].report for state in chosen}
-    return RestoreReport(states=reports, unread=[name for name in states if name not in read], bytes=filled)
-
-
-def _may_be_fresh(state: State, on_mismatch: OnMismatch | Mapping[str, OnMismatch]) -> bool:
-    return state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
+    with without_gc():  # what is made only for the while has gone again before the next collection
+        loads = filled()
+    for load in loads:
+        load()
+    return report
 
 
 def _plan(
