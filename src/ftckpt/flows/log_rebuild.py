@@ -39,7 +39,7 @@ def plan_rebuild(
     """Find the chain of generations that the manifests show; changes nothing.
 
     The chain ends at the generation that was written last as far as the manifests prove (the newest log position that its
-    writer knew, then the greatest step), and holds all of its ancestors.
+    writer knew, then the greatest step) or at one that goes on from that, and holds all of its ancestors.
 
     Args:
         tip: directory to end at instead.
@@ -123,7 +123,18 @@ def _vouching(log: CommitLog, store: BlobStore, job: str) -> str:
 def _tip(sound: list[Found], wanted: str | None, uuid: str) -> Found:
     if wanted is not None:
         return next(f for f in sound if f.location == wanted)
-    return max(sound, key=lambda f: (bool(uuid) and f.log == uuid, f.known_tail if f.log == uuid else -1, f.step, f.location))
+
+    def newness(f: Found) -> tuple[bool, int, int, str]:
+        return bool(uuid) and f.log == uuid, f.known_tail if f.log == uuid else -1, f.step, f.location
+
+    tip = max(sound, key=newness)
+    while later := [f for f in sound if f.step > tip.step and _goes_on(f, tip)]:
+        tip = max(later, key=newness)  # newer, though its writer may have been cut off and known an older tail
+    return tip
+
+
+def _goes_on(f: Found, older: Found) -> bool:
+    return f.trajectory is not None and older.trajectory is not None and f.trajectory.holds(older.trajectory.h)
 
 
 def _entries(store: BlobStore, job: str, chain: tuple[Found, ...], left_out: dict[str, str]) -> tuple[Entry, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ftckpt.errors import NotFound, ProgressExists, StoreError
 from ftckpt.flows.log_check import LogCheck, log_check
 from ftckpt.flows.log_rebuild import plan_rebuild, rebuild
 from ftckpt.flows.select import choose
+from ftckpt.format.manifest import MANIFEST, Manifest, decode, encode
 from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.testing.generations import flip, open_entry, shorten, walk, write_generation
 from ftckpt.wiring import claim_root, read_marker
@@ -116,6 +118,17 @@ def test_the_branch_that_the_log_had_chosen_last_is_rebuilt_though_another_went_
         assert plan.entries[-1].location == newest.location
         assert plan.left_out == ((w.entries[1].location, "not an ancestor of the newest generation"),)
         assert [e.step for e in plan_rebuild(w.log, w.store, JOB, tip=w.entries[1].location).entries] == [50, 100]
+
+
+@pytest.mark.covers("I13", "F7")
+def test_what_goes_on_from_the_newest_is_rebuilt_too_though_its_writer_was_cut_off_and_knew_an_older_tail(tmp_path: Path) -> None:
+    with world(tmp_path / "root", 5, 10, 15, 20) as w:
+        claim_root(w.store, JOB, log=w.log.url, uuid=w.log.uuid())
+        for entry in w.entries[2:]:
+            path = w.path(entry, MANIFEST)
+            w.store.put(path, encode(msgspec.structs.replace(decode(w.store.get(path), Manifest, path), known_tail=-1)))
+        lose(w)
+        assert [e.step for e in plan_rebuild(w.log, w.store, JOB).entries] == [5, 10, 15, 20]
 
 
 @pytest.mark.covers("F25", "F7")
