@@ -50,7 +50,7 @@ def test_some_more_schedules() -> None:
 
 @pytest.mark.quick
 @pytest.mark.covers("I1", "I7", "I11", "I13")
-@pytest.mark.parametrize("seed", [81123, 81358, 81921, 83639, 85594, 120666, 120954, 121136, 122771, 133634])
+@pytest.mark.parametrize("seed", [81123, 81358, 81921, 83639, 85594, 120666, 120954, 121136, 122771, 133634, 9709])
 def test_schedules_that_failed_once(seed: int) -> None:
     assert not run(range(seed, seed + 1))
 
