@@ -64,7 +64,7 @@ def newest(job: DataJob) -> str:
 @pytest.mark.covers("F46", "F49", "I4", "I12")
 def test_from_4_to_3_to_5_replicas_over_three_epochs_with_ten_kills(job: Callable[..., DataJob]) -> None:
     """Steps of 12 samples however many take part: the order of samples per step is that of an undisturbed job."""
-    total, size = 600, 12
+    total, size = 1200, 12
     run = job(
         "--loader", "elastic", "--samples", total, "--batch", size, "--batch-all", "--micro", 2, "--epochs", 3, "--slow", 0.1,
         min_replicas=3, max_replicas=5,
