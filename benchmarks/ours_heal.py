@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
+
 from ftckpt import Checkpointer, Never
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.trainer.healing import STATES, Arrived, HealCarrier
@@ -68,8 +70,8 @@ def _source(pipe: Connection, mb: int, folder: Path) -> None:
 
 
 def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
-    """From the request to verified bytes in live tensors, of a joiner whose own state is worth nothing and of one whose state is kept until
-    all has arrived; the source's capture; and both together."""
+    """From the request to verified bytes in live tensors: over a socket, of a joiner whose own state is worth nothing and of one whose state
+    is kept until all has arrived; from the memory of a source on this host; the source's capture; and both together."""
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
     source = spawn.Process(target=_source, args=(theirs, mb, folder), daemon=True)
@@ -81,15 +83,18 @@ def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     ckpt, carrier = _member(mb, folder, "joiner", 1, _At(), lambda: not kept[0])
     step = 0
 
-    def once(*, keep: bool) -> tuple[float, float]:
+    session = ckpt._rank.session
+
+    def once(*, keep: bool, near: bool) -> tuple[float, float]:
         nonlocal step
         step, kept[0] = step + 1, keep
+        session.settings = msgspec.structs.replace(session.settings, share_memory=near)
         carrier.freeze()  # as at each step's boundary
         pipe.send(step)
         capture = pipe.recv()
         begun = time.perf_counter()
         arrived = carrier.fetch(metadata, step, PATIENCE, lambda state: None)["user"][STATES]
-        if not isinstance(arrived, Arrived) or keep == bool(arrived.placed):
+        if not isinstance(arrived, Arrived) or keep == bool(arrived.placed) or near != arrived.near:
             raise TypeError(f"the state did not arrive as it should: {arrived}")
         restore(ckpt.registry, [arrived.image], arrived.leaves, arrived.states, placed=arrived.placed)
         taken = time.perf_counter() - begun
@@ -101,9 +106,10 @@ def heal(mb: int, folder: Path) -> Iterator[dict[str, float]]:
     with ckpt:
         try:
             while True:
-                kept_s, _ = once(keep=True)
-                taken, capture = once(keep=False)
-                yield {"heal": taken, "kept": kept_s, "capture": capture, "both": taken + capture}
+                kept_s, _ = once(keep=True, near=False)
+                wire, _ = once(keep=False, near=False)
+                near, capture = once(keep=False, near=True)
+                yield {"wire": wire, "kept": kept_s, "near": near, "capture": capture, "both": near + capture}
         finally:
             pipe.send(None)
             source.join(timeout=30)

@@ -52,6 +52,13 @@ TRAIN_ROWS = (
         "until committed, idle", 3.0),
 )  # fmt: skip
 
+_LOOPBACK = tuple(f"limits.loopback.copy{n}" for n in (1, 2, 4))
+_HEALS = (
+    Peer("torchft HTTP, whole", "peers.torchft_http_whole.heal", 0.5),
+    Peer("torchft HTTP, 4 chunks", "peers.torchft_http_chunks.heal", 0.5),
+    Peer("torchft over Gloo, in place, unchecked", "peers.torchft_gloo.heal", 1.0),
+)
+
 BENCHES = {
     "save": Bench(
         "what training waits for, and until a generation is committed (etcd)",
@@ -108,18 +115,17 @@ BENCHES = {
         "from another process to applied",
         ("limits.loopback", "limits.memcpy", "ours_heal.heal", "peers.torchft_http_whole", "peers.torchft_http_chunks", "peers.torchft_gloo"),
         (
-            Row("heal", "request -> state applied (a joiner that just began)", "ours_heal.heal.heal", tuple(f"limits.loopback.copy{n}" for n in (1, 2, 4)), "best raw loopback copy", 1.3,
+            Row("heal", "request -> state applied (a joiner that just began)", "ours_heal.heal.near", _LOOPBACK, "best raw loopback copy", 1.3, _HEALS),
+            Row("heal.wire", "the same over the socket, as between hosts", "ours_heal.heal.wire", _LOOPBACK, "best raw loopback copy", 1.3,
                 (
                     Peer("loopback, 1 connection", "limits.loopback.copy1"),
                     Peer("loopback, 2 connections", "limits.loopback.copy2"),
                     Peer("loopback, 4 connections", "limits.loopback.copy4"),
-                    Peer("torchft HTTP, whole", "peers.torchft_http_whole.heal", 0.5),
-                    Peer("torchft HTTP, 4 chunks", "peers.torchft_http_chunks.heal", 0.5),
-                    Peer("torchft over Gloo, in place, unchecked", "peers.torchft_gloo.heal", 1.0),
+                    *_HEALS,
                 )),
             Row("heal.kept", "the same where the joiner's own state is kept until all is there", "ours_heal.heal.kept",
-                tuple(f"limits.loopback.copy{n}" for n in (1, 2, 4)), "best raw loopback copy", None,
-                (Peer("into live memory as it comes", "ours_heal.heal.heal"),)),
+                _LOOPBACK, "best raw loopback copy", None,
+                (Peer("into live memory as it comes", "ours_heal.heal.wire"),)),
             Row("heal.whole", "with the survivor's capture before it", "ours_heal.heal.both", ("peers.torchft_http_whole.heal", "peers.torchft_http_chunks.heal"),
                 "torchft HTTP, the better", None),
             Row("heal.survivor", "the survivor's own work", "ours_heal.heal.capture", ("limits.memcpy.copy",), "warm memcpy", 1.3),

@@ -15,7 +15,7 @@ from ftckpt.format.table import TensorTable
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import CommitLog
-from ftckpt.transfer.document import SnapshotDoc
+from ftckpt.transfer.document import Near, SnapshotDoc
 from ftckpt.transfer.server import JournalSource, SnapshotServer
 from ftckpt.transfer.tls import serving
 
@@ -30,6 +30,7 @@ class Offer(msgspec.Struct, frozen=True):
     table: TensorTable
     image: memoryview
     free: Callable[[], None]
+    near: Near | None = None
 
 
 class Serve:
@@ -123,6 +124,7 @@ class Serve:
                 table=offer.table,
                 leaves=msgspec.Raw(message.leaves or b"{}"),
                 extra=msgspec.Raw(message.extra or b"{}"),
+                near=offer.near,
             )
             self._server.publish(message.snapshot, doc, offer.image, offer.free)
             self._published[message.snapshot] = offer.session

@@ -17,6 +17,7 @@ from ftckpt.link import messages as m
 from ftckpt.link.arena import Arena
 from ftckpt.link.channel import Channel
 from ftckpt.link.config import AgentConfig
+from ftckpt.transfer.near import here
 
 logger = logging.getLogger("ftckpt.agent")
 
@@ -101,9 +102,9 @@ class Session:
         slot = slots.hold(self.number, message.arena, message.slot)
         image = slot[: table.image_bytes]
         slot.release()
-        self._pipeline.publish(
-            Offer(self.number, message, table, image, _releaser(image, lambda: slots.release(self.number, message.arena, message.slot)))
-        )
+        free = _releaser(image, lambda: slots.release(self.number, message.arena, message.slot))
+        near = here(*slots.where(self.number, message.arena, message.slot))
+        self._pipeline.publish(Offer(self.number, message, table, image, free, near))
 
     def _layout(self, number: int) -> tuple[TensorTable, dict[str, StateInfo]]:
         layout = self._layouts.get(number)

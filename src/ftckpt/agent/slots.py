@@ -59,6 +59,11 @@ class Slots:
             held.uses[slot] += 1
             return held.arena.slot(slot).toreadonly()
 
+    def where(self, session: int, number: int, slot: int) -> tuple[int, int]:
+        """Of a slot that is held: descriptor of its memory, and where it begins there (bytes)."""
+        with self._lock:
+            return self._arenas[session, number].arena.where(slot)
+
     def release(self, session: int, number: int, slot: int) -> None:
         """Give a reference back; the last one frees the slot."""
         with self._lock:

@@ -104,6 +104,10 @@ class Arena:
         begin = index * self._stride
         return self._memory.view()[begin : begin + self.slot_bytes]
 
+    def where(self, index: int) -> tuple[int, int]:
+        """The descriptor of the memory, and where a slot begins in it (bytes)."""
+        return self.fd, index * self._stride
+
     def prefault(self, *, background: bool = True) -> None:
         """Touch every page once, so that the first capture is as fast as later ones.
 

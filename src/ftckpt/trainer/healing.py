@@ -46,6 +46,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     """A peer's snapshot, verified, ready to be loaded into live objects on the main thread.
 
     Args:
+        near: whether it was read from the memory of a source on this host.
         placed: what of it is in live memory already, as ``trainer.restore`` takes it.
     """
 
@@ -57,13 +58,14 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     retries: int
     seconds: float
     release: Callable[[], None]
+    near: bool = False
     placed: dict[str, int] = {}
 
     @property
     def text(self) -> str:
         """What was taken from whom, for people."""
         size = self.image.table.image_bytes
-        whom = ", ".join(f"{url} ({n} bytes)" for url, n in self.sources.items()) or "a peer"
+        whom = ("memory of " if self.near else "") + (", ".join(f"{url} ({n} bytes)" for url, n in self.sources.items()) or "a peer")
         rate = size / max(self.seconds, 1e-9) / 1e6
         lost = "".join(f"; gave up {url}: {why}" for url, why in self.dropped.items())
         return f"{size} bytes from {whom} in {self.seconds:.3f} s ({rate:.0f} MB/s), {self.retries} retries{lost}"
@@ -77,6 +79,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
             "retries": self.retries,
             "sources": " ".join(self.sources),
             "dropped": " ".join(self.dropped),
+            "near": int(self.near),
         }
 
 
@@ -191,6 +194,7 @@ class HealCarrier:
                 patience=patience,
                 on_progress=self._on_progress,
                 tls=self._tls,
+                share_memory=session.settings.share_memory,
             )
             state = offered[got.doc.snapshot]
             state["user"][STATES] = _arrived(got, room)
@@ -227,6 +231,7 @@ def _arrived(got: Fetched, room: _Room) -> Arrived:
         retries=got.retries,
         seconds=got.seconds,
         release=room.release,
+        near=got.near,
         placed=room.placed,
     )
 

@@ -36,6 +36,7 @@ def fetch(
     patience: Patience | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     tls: ssl.SSLContext | None = None,
+    share_memory: bool = True,
 ) -> Fetched:
     """Take the snapshot of ``step`` from peers.
 
@@ -49,6 +50,7 @@ def fetch(
         chunk: bytes per request at most (rounded to whole blocks).
         on_progress: called on the calling thread a few times per second, and at the end.
         tls: client-side context for ``https`` URLs.
+        share_memory: read the image from the source's memory where it is on this host (``near``).
 
     Raises:
         DeadlineExceeded: nobody published the step in time, or ``patience.total`` ran out.
@@ -68,6 +70,7 @@ def fetch(
         connections=connections,
         chunk=chunk,
         patience=patience or Patience(),
+        share_memory=share_memory,
     )
     started = time.monotonic()
     fetched = _fetch(order, lambda order: Engine(order, target, accept, on_progress, tls, started).run(), started)

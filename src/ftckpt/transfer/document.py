@@ -15,6 +15,24 @@ SNAPSHOT_VERSION = 1
 EMPTY = msgspec.Raw(b"{}")
 
 
+class Near(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an image lies in memory that processes of one host can share (Linux).
+
+    Args:
+        boot: id of the host's boot.
+        pid: of a process that has the memory open.
+        fd: its descriptor of it.
+        inode: of the memory.
+        begin: where the image begins in it, in bytes.
+    """
+
+    boot: str
+    pid: int
+    fd: int
+    inode: int
+    begin: int
+
+
 class SnapshotDoc(msgspec.Struct, frozen=True, kw_only=True):
     """One immutable snapshot: whose state it is, what its image holds, and everything that is not a tensor.
 
@@ -25,6 +43,7 @@ class SnapshotDoc(msgspec.Struct, frozen=True, kw_only=True):
         table: names, shapes, boxes and the digest of every block of the image; without digests while they are being made.
         leaves: JSON document of non-tensor leaves (``format.leaves``).
         extra: JSON that the replica adapter adds (counts, samples, torchft's own keys).
+        near: how a process of the same host can read the image without a socket; None: it cannot.
     """
 
     version: int = SNAPSHOT_VERSION
@@ -34,6 +53,7 @@ class SnapshotDoc(msgspec.Struct, frozen=True, kw_only=True):
     table: TensorTable
     leaves: msgspec.Raw = EMPTY
     extra: msgspec.Raw = EMPTY
+    near: Near | None = None
 
 
 class SnapshotLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.format.digest import digest_of
 from ftckpt.transfer.crew import Source
 from ftckpt.transfer.document import SnapshotDoc
+from ftckpt.transfer.near import NearImage, open_near
 from ftckpt.transfer.order import Fetched, Order, Progress
 from ftckpt.transfer.peer import Blocks, Flaw, PeerConnection
 from ftckpt.transfer.place import Place
@@ -38,6 +39,7 @@ class Engine:
         self._found: dict[int, tuple[str, Source]] = {}  # digests of blocks that nothing is known to compare with yet
         self._changed = self._roster.changed
         self._goal: tuple[SnapshotDoc, Place] | None = None
+        self._near: NearImage | None = None
         self._done = 0
         self._retries = 0
 
@@ -52,6 +54,7 @@ class Engine:
                 workers.append(roster.thread(f"fetch-{i}", self._work))
             doc = roster.choose(self._accept)
             image = self._memory(doc)
+            self._near = open_near(doc.near, image.size) if self._order.share_memory else None
             if blocks := doc.table.blocks:
                 with self._changed:
                     self._spans = Spans(blocks, self._order.chunk // doc.table.block_bytes, self._order.connections)
@@ -64,6 +67,8 @@ class Engine:
             roster.stop()
             for thread in workers:  # none of them touches the target after this
                 thread.join(self._order.patience.connect + 1)
+            if self._near is not None and not any(thread.is_alive() for thread in workers):
+                self._near.close()
         table = msgspec.structs.replace(doc.table, digests=roster.digests or ())
         return Fetched(
             doc=msgspec.structs.replace(doc, table=table),
@@ -73,6 +78,7 @@ class Engine:
             dropped={s.url: s.flaw.why for s in roster.sources if s.state == "out"},
             retries=self._retries,
             seconds=time.monotonic() - roster.started,
+            near=self._near is not None and roster.chosen is not None and roster.chosen.state == "used",
         )
 
     def _memory(self, doc: SnapshotDoc) -> Place:
@@ -112,6 +118,7 @@ class Engine:
         with self._changed:
             while not self._ended(doc):
                 used = [s for s in self._roster.sources if s.state == "used"]
+                used = [s for s in used if self._is_near(s)] or used  # no socket is as fast
                 run = self._spans.take() if used else None
                 if run is not None:
                     chosen = min(used, key=lambda s: s.load - (s is current))
@@ -145,7 +152,10 @@ class Engine:
 
         flaw: Flaw | None = None
         try:
-            connection.blocks_into(line.snapshot if line else "", run, table.block_bytes, image, on_block)
+            if self._near is not None and self._is_near(source):
+                self._near.blocks_into(run, table.block_bytes, image, on_block)
+            else:
+                connection.blocks_into(line.snapshot if line else "", run, table.block_bytes, image, on_block)
         except Flaw as e:
             flaw = e
         with self._changed:
@@ -158,6 +168,9 @@ class Engine:
             self._roster.drop(source, flaw)
         elif flaw is not None:
             time.sleep(PAUSE_S)
+
+    def _is_near(self, source: Source) -> bool:
+        return self._near is not None and source is self._roster.chosen
 
     def _verify(self, doc: SnapshotDoc, block: int, found: str, expected: str, source: Source) -> None:
         """Count a block, or raise Flaw. Lock held."""

@@ -47,6 +47,7 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
         dropped: sources that were given up, with the reason.
         retries: runs of blocks that had to be asked for again.
         seconds: from request to the last verified block.
+        near: whether it was read from the source's memory, on the same host.
     """
 
     doc: SnapshotDoc
@@ -56,6 +57,7 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Mapping[str, str]
     retries: int
     seconds: float
+    near: bool = False
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,3 +70,4 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
     chunk: int
     patience: Patience
+    share_memory: bool = True

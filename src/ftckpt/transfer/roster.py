@@ -59,6 +59,11 @@ class Roster(Crew):
         self._alone_since = 0.0
 
     @property
+    def chosen(self) -> Source | None:
+        """The source whose document was taken."""
+        return self._chosen
+
+    @property
     def digests(self) -> tuple[str, ...] | None:
         """What the bytes are checked against; None while the source is still making it."""
         return self._chosen.digests if self._chosen is not None else None

@@ -303,7 +303,7 @@ class Job:
             "FTCKPT_DEADLINES_AGENT_START_S": "60",
         }
         if self.network is not None:
-            env |= {"FTCKPT_AGENT_HOST": self.network.unit(replica), "GLOO_SOCKET_IFNAME": "eth0"}
+            env |= {"FTCKPT_AGENT_HOST": self.network.unit(replica), "GLOO_SOCKET_IFNAME": "eth0", "FTCKPT_SHARE_MEMORY": "false"}
         if self.light is not None:
             env["TORCHFT_LIGHTHOUSE"] = self.light.env["URL"]
         return env

@@ -34,6 +34,7 @@ class Handle:
         settings = {"root": str(folder / "root"), "replica": name, "runtime_dir": str(folder / "run"), **options}
         settings.setdefault("deadlines.heal_stall_s", 3.0)
         settings.setdefault("deadlines.linger_s", 2.0)
+        settings.setdefault("share_memory", False)  # most of these tests are about the wire
         spec = {"settings": settings, "env": env, "out": str(folder / f"{name}.out"), **size}
         self.pipe, theirs = _context.Pipe()
         self.process = _context.Process(target=heal_member.main, args=(theirs, spec), daemon=True)

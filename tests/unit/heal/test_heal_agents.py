@@ -56,6 +56,22 @@ def test_a_state_is_taken_whole_with_saving_off_and_one_event_tells_of_it(member
     assert event.detail["seconds"] > 0
 
 
+@pytest.mark.covers("F51", "I5", "I9")
+@pytest.mark.parametrize("worthless", [False, True])
+def test_a_peer_on_this_host_is_read_from_its_memory(worthless: bool, members: Start, wire: Start, tmp_path: Path) -> None:
+    source, joiner = members("source", "joiner", side=640, share_memory=True)
+    link = wire(source.url)
+    for step in (7, 8):  # in another buffer each
+        source.call("step", step=step)  # goes on training while it is read
+        got = joiner.call("heal", metadata=through(source.metadata, link.url), step=step, peers=[], worthless=worthless)
+        assert got["numbers"] == [float(step)], got
+        assert bool(got["placed"]) == worthless
+    assert link.passed < MIB < got["bytes"]
+    event = events(tmp_path, "healed")[-1]
+    assert event.detail["near"] == 1
+    assert f"memory of {link.url}" in event.text
+
+
 @pytest.mark.covers("F51", "F75", "I10")
 def test_agents_listen_on_the_configured_address_alone_and_tell_the_real_port(members: Start) -> None:
     source, joiner = members("source", "joiner", agent_host="::1")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import random
 import sys
 import threading
@@ -13,6 +16,8 @@ import msgspec
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.format.table import Chunk, TensorEntry, TensorTable
 from ftckpt.transfer import ServerLimits, SnapshotDoc, SnapshotServer, server
+from ftckpt.transfer.document import Near
+from ftckpt.transfer.near import here
 
 SECRET = b"a secret of the test, 32 bytes.."
 JOB = "heal-test"
@@ -43,6 +48,29 @@ class Options(msgspec.Struct):
     delay: float = 0.0
     wait: float = 10.0
     digests_after: float = 0.0
+    near: str = ""  # in shared memory, "told" as it is, or with one thing about it wrong
+
+
+def shared(data: bytearray, how: str) -> tuple[memoryview, Near | None, mmap.mmap]:
+    """The same bytes in shared memory, behind a page of something else, and what is told of it."""
+    fd = os.memfd_create("peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, mmap.PAGESIZE + len(data))
+    memory = mmap.mmap(fd, mmap.PAGESIZE + len(data))
+    memory[mmap.PAGESIZE :] = data
+    if how != "may shrink":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    near = here(fd, mmap.PAGESIZE)
+    wrong = {
+        "boot": {"boot": "another"},
+        "inode": {"inode": 1},
+        "nobody": {"pid": 2**22 + 1},
+        "beyond": {"begin": 2 * mmap.PAGESIZE},
+        "odd": {"begin": mmap.PAGESIZE + 16},
+        "negative": {"begin": -mmap.PAGESIZE},
+    }
+    if near is not None and how in wrong:
+        near = msgspec.structs.replace(near, **wrong[how])
+    return memoryview(memory)[mmap.PAGESIZE :], near, memory
 
 
 def main() -> None:
@@ -57,8 +85,14 @@ def main() -> None:
     with SnapshotServer(o.host, 0, o.secret.encode(), JOB, limits=ServerLimits(wait_s=o.wait)) as serving:
         print(serving.url, flush=True)
         time.sleep(o.delay)
-        image = memoryview(pattern(o.size, o.seed))
+        image, near = memoryview(pattern(o.size, o.seed)), None
         doc = document(o.size, step=o.step, name=o.name, block=o.block, h=o.h)
+        if o.near:
+            image, near, memory = shared(pattern(o.size, o.seed), o.near)
+            digests = made(image, o.block)
+            doc = msgspec.structs.replace(doc, near=near, table=msgspec.structs.replace(doc.table, digests=digests))
+            if o.near == "changed":  # after its digests were made
+                memory[mmap.PAGESIZE + o.size // 2] ^= 1
         threading.Thread(target=serving.publish, args=(o.name, doc, image, lambda: None), daemon=True).start()
         while not serving.snapshots():  # it is served before its digests are made
             time.sleep(0.001)
