@@ -173,8 +173,15 @@ def test_the_live_view_says_since_when_the_log_is_silent(job: World) -> None:
     assert "#0 generation of step 5" in text
 
 
-def test_the_first_interrupt_ends_a_view_wherever_it_strikes_and_a_second_is_as_ever() -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def before() -> Iterator[Any]:
+    """What SIGINT does: what it does in a terminal, also where a shell started the tests in the background and with it ignored."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, found)
+
+
+def test_the_first_interrupt_ends_a_view_wherever_it_strikes_and_a_second_is_as_ever(before: Any) -> None:
     with interrupted() as over:
         try:
             signal.raise_signal(signal.SIGINT)
