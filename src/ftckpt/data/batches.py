@@ -122,13 +122,15 @@ class BatchFeed(Iterator[Any]):
                 return held
         if self._at != ordinal - 1:
             self._seek(ordinal - 1)
+        self._at = None  # where the loader is is known only if all of this succeeds; else it is put back for the next that asks
         batch = self._reel.draw()
         if batch is END:
+            self._at = ordinal - 1
             raise StopIteration
-        self._at = ordinal
         self._journal(ordinal, self._reel.snapshot())
         held = Held(ordinal, batch, self._samples_of(batch), self._reel.epoch)
         self._held.append(held)
+        self._at = ordinal
         return held
 
     def _no_matter_which(self) -> Any:

@@ -44,6 +44,8 @@ class ElasticLoader:
     def __init__(self, dataset: Any, sampler: ElasticSampler, *, ranks: int | None = None, own: int | None = None, **options: Any) -> None:
         if (ranks is None) != (own is None) or not 0 <= (own or 0) < (ranks or 1):
             raise ConfigError(f"ElasticLoader(ranks={ranks}, own={own}) is not possible", todo="give both or neither; own is below ranks")
+        if options.get("in_order") is False:
+            raise ConfigError("ElasticLoader(in_order=False) is not possible: a batch is known by when it comes", todo="leave in_order out")
         self.sampler, self._placed = sampler, ranks is not None
         options.setdefault("generator", torch.Generator().manual_seed(sampler.seed))  # leaves the global stream alone
         self._ahead = _Ahead(sampler, ranks or 1, own or 0)
@@ -96,6 +98,10 @@ class ElasticLoader:
             except StopIteration:  # the guesses had come to the end of the data
                 self._fetching, self._ahead.next = None, at
                 continue
+            except BaseException:  # whoever asks again gets the same batch: what comes next from these workers may be any
+                self._fetching, self._ahead.next = None, at
+                self._ahead.asked.clear()
+                raise
             if self._ahead.asked.popleft() == indices:
                 return batch
 

@@ -63,6 +63,7 @@ class Reel:
         self._once = isinstance(loader, Iterator)
         self._iterator: Iterator[Any] | None = None
         self._seed = _initial_seed(loader)
+        self._failed = False  # a draw has raised
         self.epoch = 0
         self.index = 0
 
@@ -81,6 +82,12 @@ class Reel:
             try:
                 batch = self._next()
             except StopIteration:
+                if self._once and self._failed:
+                    raise DataError(
+                        f"the iterator ended after an error in its draw {self.index + 1}, and cannot be started again",
+                        now="what it still had to give is not known",
+                        todo="register an iterable that can be started again, or a loader with state_dict",
+                    ) from None
                 if self._once:
                     return END
                 if self.index == 0:
@@ -89,6 +96,9 @@ class Reel:
                     ) from None
                 self.epoch, self.index, self._iterator = self.epoch + 1, 0, None
                 continue
+            except BaseException:
+                self._failed = True
+                raise
             self.index += 1
             return batch
         return END
@@ -209,6 +219,9 @@ class Reel:
                 generator.manual_seed(seed)
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seed)
+        if not self._stateful and loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
+            # a loader that begins draws a seed for its workers first; one that goes on with its workers does not
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         try:
             yield
         finally:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from ftckpt import config
+from ftckpt.domain.cursors import Redistribution
 from ftckpt.domain.policy import Never, Policy
 from ftckpt.errors import ConfigError
 from ftckpt.trainer import exiting
@@ -200,7 +201,7 @@ class Checkpointer(LoopCalls):
         sources: Mapping[str, str | Sequence[str]] | None = None,
         strict: Any = "exact",
         on_mismatch: Any = "error",
-        data: Literal["strict", "adopt", "restart"] = "strict",
+        data: Redistribution = "strict",
         replicas: Collection[str] = (),
         loaders: Callable[[str], Iterable[Any]] | None = None,
     ) -> ResumeReport:
@@ -226,6 +227,9 @@ class Checkpointer(LoopCalls):
         """
         if what not in ("all", "weights"):
             raise ConfigError(f"resume(what={what!r}) is not known", now="nothing was loaded", todo='use what="all" or what="weights"')
+        if data not in get_args(Redistribution):
+            known = ", ".join(map(repr, get_args(Redistribution)))
+            raise ConfigError(f"resume(data={data!r}) is not known", now="nothing was loaded", todo=f"use one of {known}")
         options = LoadOptions(
             only=[s.name for s in self.registry if s.kind == "module"] if what == "weights" else None,
             exclude=exclude,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ftckpt import Checkpointer
 from ftckpt.domain.cursors import best_entry, redistribute
-from ftckpt.errors import DataError
+from ftckpt.errors import ConfigError, DataError
 
 
 @pytest.mark.covers("F47")
@@ -35,3 +36,9 @@ def test_nobody_to_adopt_is_an_error() -> None:
 
 def test_best_entry_is_the_newest_that_does_not_go_too_far() -> None:
     assert [best_entry([0, 3, 9], n) for n in (-1, 0, 4, 9, 50)] == [None, 0, 3, 9, 9]
+
+
+@pytest.mark.parametrize("word", ["Strict", "restrat", "", None])
+def test_a_word_that_is_not_known_is_no_word_to_let_positions_go(word: object) -> None:
+    with pytest.raises(ConfigError, match="is not known"):
+        Checkpointer.resume(object(), data=word)  # type: ignore[arg-type]  # refused before anything is looked at
