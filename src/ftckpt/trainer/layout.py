@@ -76,6 +76,7 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
     """
     if type(tensor) in USUAL and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized):
         item_bytes(dtype_name(tensor.dtype), key)  # most often, and many
+        _check_backed(tensor, key)
         return
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     item_bytes(dtype_name(local.dtype), key)
@@ -88,6 +89,19 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
         raise _refusal(key, "is on the meta device and has no values", "give the module memory first (to_empty), or leave it out")
     if type(local).__torch_dispatch__ not in _NO_DISPATCH:
         raise _refusal(key, f"is a {type(local).__module__}.{type(local).__qualname__}, a tensor of its own kind", "store its plain parts")
+    _check_backed(local, key)
+
+
+def _check_backed(tensor: torch.Tensor, key: str) -> None:
+    """Refuse a tensor whose memory was freed or cut short below it: to read it would be to read what is not there."""
+    there = tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous() and there >= tensor.nbytes + tensor.storage_offset() * tensor.element_size():
+        return
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and there < (last + 1) * tensor.element_size():
+        raise _refusal(
+            key, f"has {there} bytes of memory where its shape needs {(last + 1) * tensor.element_size()}", "give it its memory back first"
+        )
 
 
 def _refusal(key: str, why: str, todo: str) -> Unstorable:

@@ -6,13 +6,14 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftckpt.errors import ConfigError, Unstorable
-from ftckpt.format.leaves import encode_tree, path_name
+from ftckpt.format.leaves import decode_tree, encode_tree, path_name
 from ftckpt.trainer.states import State
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # steps in a name that compile and activation checkpointing add
@@ -202,14 +203,15 @@ def loose_state(optimizer: Optimizer) -> dict[object, Any]:
 
 @functools.lru_cache(1024)
 def key_of(step: str) -> object:
-    """The key that ``path_name`` wrote as one step (strings and the short forms; others stay as they are written)."""
+    """The key that ``path_name`` wrote as one step."""
     if step[:2] == "~i":
         return int(step[2:])
     if step[:2] == "~b":
         return step[2:] == "1"
     if step in ("~n", "~e"):
         return None if step == "~n" else ""
-    return step.replace("~1", "/").replace("~0", "~")
+    text = step.replace("~1", "/").replace("~0", "~")
+    return decode_tree(msgspec.json.decode(text[2:])) if step[:2] == "~j" else text
 
 
 class TreeEncoder:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from state_tools import registry, same, same_nested, save
 from torch import nn
 
-from ftckpt.errors import ConfigError, Mismatch
+from ftckpt.errors import ConfigError, Mismatch, Unstorable
 from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.states import StateRegistry
@@ -452,3 +452,32 @@ def test_a_restore_draws_no_random_numbers():
     saved.load(registry(model=fresh, optimizer=torch.optim.AdamW(fresh.parameters())))
     Capturer(registry(model=fresh), Group()).prepare()
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.covers("D6", "I5")
+@pytest.mark.parametrize("key", [("k", 1), 1.5, b"raw", ("a/b", "~"), 7, None, True, "", "a/b", '~j{"$tuple":["k",1]}'], ids=repr)
+def test_keys_of_an_optimizers_own_state_come_back_as_they_were(key):
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    _, opt = trained(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    opt.state[one.weight].update({key: torch.ones(2), ("plain", key): 3, "other": 4})
+    saved = save({"model": one, "optimizer": opt})
+    for optimizer in (torch.optim.SGD(two.parameters(), lr=0.1), trained(two, torch.optim.SGD(two.parameters(), lr=0.1))[1]):
+        saved.load(registry(model=two, optimizer=optimizer))
+        state = optimizer.state[two.weight]
+        assert set(state) - {"momentum_buffer"} == {key, ("plain", key), "other"}
+        assert same(state[key], torch.ones(2))
+        assert (state["plain", key], state["other"]) == (3, 4)
+
+
+@pytest.mark.covers("F40", "I5")
+@pytest.mark.parametrize("left", [0, 16])
+def test_a_tensor_whose_memory_is_gone_is_refused_with_its_key(left):
+    for tensor in (torch.arange(1000.0), torch.arange(1000.0).reshape(10, 100).t(), torch.arange(1000.0)[500:]):
+        tensor.untyped_storage().resize_(left)
+        with pytest.raises(Unstorable, match=r"d/x has .* bytes of memory"):
+            save({"d": {"x": tensor}})
+    model = nn.Linear(4, 4)
+    model.weight.untyped_storage().resize_(left)
+    with pytest.raises(Unstorable, match="model/weight"):
+        save({"model": model})
+    save({"d": {"x": torch.ones(1).expand(9), "y": torch.empty(0)}})  # less memory than elements, and all there
