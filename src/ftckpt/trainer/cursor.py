@@ -65,6 +65,10 @@ def restore_cursor(doc: bytes, registry: StateRegistry, *, rng: bool = True) -> 
         )
     values = {name: _decode(node) for name, node in stored.items()}
     loader = _decode(cursor["loader"]) if "loader" in cursor else None
+    if wrong := [f"{name}: {why}" for name, value in values.items() if (why := unfit(live[name], value))]:
+        raise Mismatch(
+            f"per-replica states do not fit: {'; '.join(wrong)}", now="nothing was changed", todo="register what was registered when saved"
+        )
     for name, value in values.items():
         give(live[name], value)
     if rng:
@@ -83,6 +87,15 @@ def restore_cursor_rng(doc: bytes) -> list[str]:
     """
     cursor = _parse(doc)
     return streams.restore_rng(_decode(cursor["rng"])) if "rng" in cursor else ["the cursor holds no random streams"]
+
+
+def unfit(state: State, value: Any) -> str:
+    """Why a tree state cannot take a decoded value: a dict takes a dict, a list a list; "" where it can, or where its own function decides."""
+    target = state.parts[0]
+    kind = next((k for k in (dict, list) if isinstance(target, k)), type(target))
+    if state.load is not None or isinstance(value, kind):
+        return ""
+    return f"it is a {kind.__name__}, and what was stored is a {type(value).__name__}"
 
 
 def give(state: State, value: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from ftckpt.errors import ConfigError, Unstorable
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import StateInfo
-from ftckpt.trainer.cursor import give
+from ftckpt.trainer.cursor import give, unfit
 from ftckpt.trainer.garbage import without_gc
 from ftckpt.trainer.loading_plan import Part, raise_all
 from ftckpt.trainer.modules import plan_module
@@ -147,6 +147,9 @@ def _plan_tree(part: Part, state: State, source: str, leaves: Mapping[str, Any],
         except Unstorable as e:
             part.report.notes.append(f"its present tensors were not reused: {e.what}")
     value = part.decode(leaves[source], template, in_place=containers)
+    if why := unfit(state, value):
+        part.problem(why)
+        return
     part.report.loaded += 1
     part.loads.append(lambda: give(state, value))
 

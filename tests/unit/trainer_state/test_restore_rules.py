@@ -481,3 +481,14 @@ def test_a_tensor_whose_memory_is_gone_is_refused_with_its_key(left):
     with pytest.raises(Unstorable, match="model/weight"):
         save({"model": model})
     save({"d": {"x": torch.ones(1).expand(9), "y": torch.empty(0)}})  # less memory than elements, and all there
+
+
+@pytest.mark.parametrize(("stored", "live"), [([1], {"a": 1}), ({"a": 1}, [1]), ([["ab", 1]], {})])
+def test_a_tree_of_another_kind_is_told_with_everything_else_and_before_anything_is_changed(stored, live):
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    before, kept = two.weight.clone(), copy.deepcopy(live)
+    saved = save({"model": one, "tree": stored})
+    with pytest.raises(Mismatch, match=f"tree: it is a {type(live).__name__}, and what was stored is a {type(stored).__name__}"):
+        saved.load(registry(model=two, tree=live))
+    assert same(two.weight, before)
+    assert live == kept
