@@ -105,6 +105,8 @@ def _why(reports: Mapping[str, AuditReport]) -> str:
         for e in r.epochs:
             if e.repeated:
                 said.append(f"{of}epoch {e.epoch}: {amount(e.repeated)} repeated")
+            if e.unknown:
+                said.append(f"{of}epoch {e.epoch}: {amount(e.unknown)} with ids that an epoch does not have{_listed(e.unknown)}")
             if e.over and e.missing:
                 said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} missing")
     return "; ".join(said)

@@ -17,6 +17,7 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
         once: consumed exactly once. ``repeated``: more than once. ``missing``: not at all (of those that are known to exist).
         over: a later epoch has begun, so that nothing may be missing.
         orphaned: used in steps off this trajectory and not consumed on it: lost work that is to be done again.
+        unknown: consumed, and not among the ids that were told.
     """
 
     epoch: int
@@ -25,11 +26,12 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[tuple[int, int], ...]
     over: bool
     orphaned: tuple[tuple[int, int], ...] = ()
+    unknown: tuple[tuple[int, int], ...] = ()
 
     @property
     def exact(self) -> bool:
         """Each sample once (so far, if the epoch is not over)."""
-        return not self.repeated and not (self.over and self.missing)
+        return not self.repeated and not self.unknown and not (self.over and self.missing)
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +69,7 @@ def judge_audit(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: 
         origin: hash of the untrained state (``domain.trajectory.genesis(job).h``).
         ids: all sample ids of an epoch; by default those that occur in any record.
     """
-    uses = list(uses)
+    uses, told = list(uses), set(ids)
     chain = _chain(made, newest)
     by_attempt: dict[tuple[str, int, int], list[Use]] = {}
     for use in uses:
@@ -83,7 +85,7 @@ def judge_audit(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: 
                 unrecorded.append((link.step, member))
             for use in found.values():
                 consumed.setdefault(use.epoch, Counter()).update(use.ids)
-    everything = set(ids) or {i for use in uses for i in use.ids}
+    everything = told or {i for use in uses for i in use.ids}
     lost: dict[int, set[int]] = {}
     orphaned = set()
     for use in (u for key, group in by_attempt.items() if key not in included for u in group):
@@ -153,4 +155,5 @@ def _epoch(epoch: int, counts: Counter[int], everything: set[int], over: bool, l
         missing=ranges(everything - counts.keys()),
         over=over,
         orphaned=ranges(lost),
+        unknown=ranges(counts.keys() - everything),
     )

@@ -66,6 +66,15 @@ def test_what_is_wrong_is_named_with_ranges_and_status_15(job: World, capfd: pyt
 
 
 @pytest.mark.covers("I12")
+def test_ids_that_an_epoch_does_not_have_are_told(job: World, capfd: pytest.CaptureFixture[str]) -> None:
+    record(job, {A: [(1, 0, [0, 1]), (2, 0, [2, 3])]}, 4)
+    status, _, err = audit(job.root, capfd, "--samples", "3")
+    assert status == 15
+    assert "epoch 0: 1 with ids that an epoch does not have (3)" in err
+    assert audit(job.root, capfd, "--samples", "4")[0] == audit(job.root, capfd)[0] == 0
+
+
+@pytest.mark.covers("I12")
 def test_of_the_newest_epoch_is_said_whether_it_is_over_as_far_as_that_is_known(job: World, capfd: pytest.CaptureFixture[str]) -> None:
     record(job, {A: [(1, 0, [0, 1]), (2, 0, [2])]}, 4)
     assert "maybe not over: --samples tells what an epoch has" in audit(job.root, capfd)[1]
