@@ -15,7 +15,8 @@ from ftckpt.format.table import TensorTable
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import CommitLog
-from ftckpt.transfer.document import Near, SnapshotDoc
+from ftckpt.shm.near import Near
+from ftckpt.transfer.document import SnapshotDoc
 from ftckpt.transfer.server import JournalSource, SnapshotServer
 from ftckpt.transfer.tls import serving
 

@@ -17,7 +17,7 @@ from ftckpt.link import messages as m
 from ftckpt.link.arena import Arena
 from ftckpt.link.channel import Channel
 from ftckpt.link.config import AgentConfig
-from ftckpt.transfer.near import here
+from ftckpt.shm.near import here
 
 logger = logging.getLogger("ftckpt.agent")
 

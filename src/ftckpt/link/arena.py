@@ -15,8 +15,8 @@ import weakref
 from ftckpt.errors import AgentError, ConfigError
 from ftckpt.format.table import page_up
 from ftckpt.link import budget
-from ftckpt.link.mapping import Mapping
 from ftckpt.link.priority import set_priority
+from ftckpt.shm.mapping import Mapping
 
 _STRIDE = 64 << 20  # bytes prefaulted between two looks at whether to end
 _NICE = 10  # of prefaulting beside training, which goes on meanwhile

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import os
 import threading
+import weakref
 from types import TracebackType
 from typing import Self
 
 from ftckpt.errors import Damaged
+from ftckpt.shm.mapping import Mapping
 from ftckpt.stores.posix import PosixOps, mapped
 
 _UNMAPPABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ENODEV)
 
+_readers: weakref.WeakSet[LocalReader] = weakref.WeakSet()
+
 
 class LocalReader:
-    """An open file; see ``BlobReader``. A mapped file must not be truncated while its view is used.
+    """An open file; see ``BlobReader``. A mapped file must not be truncated while its view is used. A forked child has neither.
 
     Args:
         ops: makes the system calls.
@@ -31,20 +36,20 @@ class LocalReader:
         self.size = size
         self._ops, self._path, self._fd = ops, path, fd
         self._lock = threading.Lock()
-        self._map: mmap.mmap | None = None
+        self._map: Mapping | None = None
+        _readers.add(self)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._map is not None:
-            with contextlib.suppress(BufferError):  # views are still used: the mapping goes with the last of them
-                self._map.close()
+            self._map.close()  # it goes with the last view
             self._map = None
-        if self._fd >= 0:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             with contextlib.suppress(OSError):  # nothing was written, so closing has nothing to report
-                self._ops.close(self._fd)
-            self._fd = -1
+                self._ops.close(fd)
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``; raises Damaged when the file is too short."""
@@ -66,8 +71,16 @@ class LocalReader:
                     if e.errno not in _UNMAPPABLE:
                         raise
                     return None
-                self._map.madvise(mmap.MADV_SEQUENTIAL)
-            return memoryview(self._map)
+                self._map.advise(mmap.MADV_SEQUENTIAL)
+            return self._map.view()
+
+    def _forked(self) -> None:
+        """In a forked child: the file is the parent's."""
+        self._map = None
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def read_full(ops: PosixOps, fd: int, target: memoryview, offset: int) -> int:
@@ -79,3 +92,11 @@ def read_full(ops: PosixOps, fd: int, target: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def _after_fork_in_child() -> None:
+    for reader in list(_readers):
+        reader._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

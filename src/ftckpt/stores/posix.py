@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from ftckpt.errors import ConfigError, StoreError
+from ftckpt.shm.mapping import Mapping
 
 T = TypeVar("T")
 
@@ -125,9 +125,9 @@ class PosixOps:
         """The path with symbolic links resolved."""
         return self.call("realpath", lambda p: str(os.path.realpath(p)), path)
 
-    def mmap(self, fd: int, size: int) -> mmap.mmap:
+    def mmap(self, fd: int, size: int) -> Mapping:
         """Map a file for reading."""
-        return self.call("mmap", lambda f, s: mmap.mmap(f, s, mmap.MAP_SHARED, mmap.PROT_READ), fd, size)
+        return self.call("mmap", lambda f, s: Mapping(f, s, writable=False), fd, size)
 
     def rename(self, source: str, target: str) -> None:
         """rename(2), replacing the target."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from ftckpt.format.image import Image
 from ftckpt.format.leaves import decode_leaves, encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
+from ftckpt.shm.mapping import Mapping
 from ftckpt.trainer.capture import Frozen, Plan
 from ftckpt.trainer.fence import StillCopying
 from ftckpt.trainer.inline import decode_value, encode_value
@@ -256,7 +256,7 @@ class _Room:
             self._slot = self._session.slot(0.0)
             if self._slot is not None:
                 return self._session.memory(self._slot, size)
-        return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+        return Mapping(-1, max(size, 1), writable=True).view()[:size]
 
     def release(self) -> None:
         slot, self._slot = self._slot, None

@@ -10,27 +10,10 @@ import msgspec
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import PeerError
 from ftckpt.format.table import TensorTable
+from ftckpt.shm.near import Near
 
 SNAPSHOT_VERSION = 1
 EMPTY = msgspec.Raw(b"{}")
-
-
-class Near(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an image lies in memory that processes of one host can share (Linux).
-
-    Args:
-        boot: id of the host's boot.
-        pid: of a process that has the memory open.
-        fd: its descriptor of it.
-        inode: of the memory.
-        begin: where the image begins in it, in bytes.
-    """
-
-    boot: str
-    pid: int
-    fd: int
-    inode: int
-    begin: int
 
 
 class SnapshotDoc(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.format.digest import digest_of
 from ftckpt.transfer.crew import Source
 from ftckpt.transfer.document import SnapshotDoc
-from ftckpt.transfer.near import NearImage, open_near
+from ftckpt.transfer.near import NearImage, near_image
 from ftckpt.transfer.order import Fetched, Order, Progress
 from ftckpt.transfer.peer import Blocks, Flaw, PeerConnection
 from ftckpt.transfer.place import Place
@@ -54,7 +54,7 @@ class Engine:
                 workers.append(roster.thread(f"fetch-{i}", self._work))
             doc = roster.choose(self._accept)
             image = self._memory(doc)
-            self._near = open_near(doc.near, image.size) if self._order.share_memory else None
+            self._near = near_image(doc.near, image.size) if self._order.share_memory else None
             if blocks := doc.table.blocks:
                 with self._changed:
                     self._spans = Spans(blocks, self._order.chunk // doc.table.block_bytes, self._order.connections)

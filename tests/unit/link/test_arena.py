@@ -99,7 +99,7 @@ def _kernel_collapses() -> bool:
     """Whether MADV_COLLAPSE works on shared memory here, tried on memory of this test's own."""
     import ctypes
 
-    from ftckpt.link.mapping import HUGE_PAGE, Mapping
+    from ftckpt.shm.mapping import HUGE_PAGE, Mapping
 
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.memfd_create("probe")

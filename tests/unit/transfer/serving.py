@@ -15,9 +15,8 @@ import msgspec
 
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.format.table import Chunk, TensorEntry, TensorTable
+from ftckpt.shm.near import Near, here
 from ftckpt.transfer import ServerLimits, SnapshotDoc, SnapshotServer, server
-from ftckpt.transfer.document import Near
-from ftckpt.transfer.near import here
 
 SECRET = b"a secret of the test, 32 bytes.."
 JOB = "heal-test"

@@ -1,4 +1,4 @@
-"""Shared memory mapped without a hidden descriptor, unmapped when its last view goes. Knows nothing of what is in it.
+"""Memory and files mapped without a hidden descriptor, unmapped when the last view goes. Knows nothing of what is in them.
 
 The standard library's ``mmap`` duplicates the descriptor, which forked children would then hold.
 """
@@ -25,23 +25,28 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_finals: dict[int, weakref.finalize[..., object]] = {}  # by address: of all that is mapped, also where only a view is left of it
 
 
 class Mapping:
     """``size`` bytes of a descriptor, shared, not inherited by forked children; from a huge page's size on it begins on one.
 
+    Args:
+        fd: may be closed afterwards; -1: memory of nobody else's.
+        begin: where they begin in it, a multiple of a page.
+
     Raises:
         OSError: it cannot be mapped.
     """
 
-    def __init__(self, fd: int, size: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, size: int, *, writable: bool, begin: int = 0) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _map(fd, size, protection)
+        address = _map(fd, size, protection, begin)
         _libc.madvise(address, size, mmap.MADV_DONTFORK)
         self.size, self.writable, self.address = size, writable, address
         self._memory: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * size).from_address(self.address)
-        self._unmap = weakref.finalize(self._memory, _libc.munmap, address, size)
-        self._unmap.atexit = False
+        final = _finals[address] = weakref.finalize(self._memory, _unmap, address, size)
+        final.atexit = False
         _mappings.add(self)
 
     def view(self) -> memoryview:
@@ -85,24 +90,20 @@ class Mapping:
         """Let go; it is unmapped when the last view has gone."""
         self._memory = None
 
-    def _forked(self) -> None:
-        """In a forked child it is not there: never to be unmapped, whatever is mapped at its place later."""
-        self._unmap.detach()
-        self._memory = None
 
-
-def _map(fd: int, size: int, protection: int) -> int:
+def _map(fd: int, size: int, protection: int, offset: int) -> int:
     """Map a descriptor; what may hold huge pages at an address that is a multiple of their size.
 
     Raises:
         OSError: it cannot be mapped.
     """
+    flags = mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
     if size < HUGE_PAGE:
-        return _mmap(None, size, protection, mmap.MAP_SHARED, fd)
-    room = _mmap(None, size + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        return _mmap(None, size, protection, flags, fd, offset)
+    room = _mmap(None, size + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     begin = -(-room // HUGE_PAGE) * HUGE_PAGE
     try:
-        _mmap(begin, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        _mmap(begin, size, protection, flags | _MAP_FIXED, fd, offset)
     except OSError:
         _libc.munmap(room, size + HUGE_PAGE)
         raise
@@ -113,16 +114,25 @@ def _map(fd: int, size: int, protection: int) -> int:
     return begin
 
 
-def _mmap(at: int | None, size: int, protection: int, flags: int, fd: int) -> int:
-    address = _libc.mmap(at, size, protection, flags, fd, 0)
+def _mmap(at: int | None, size: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    address = _libc.mmap(at, size, protection, flags, fd, offset)
     if address in (None, _FAILED):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), f"mapping of {size} bytes")
     return int(address)
 
 
+def _unmap(address: int, size: int) -> None:
+    _finals.pop(address, None)
+    _libc.munmap(address, size)
+
+
 def _after_fork_in_child() -> None:
+    """Nothing of it is there: never to be unmapped, whatever is mapped at its place later."""
+    for final in list(_finals.values()):
+        final.detach()
+    _finals.clear()
     for mapping in list(_mappings):
-        mapping._forked()
+        mapping.close()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
