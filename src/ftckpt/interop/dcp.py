@@ -38,6 +38,7 @@ from ftckpt.flows.locate import located
 from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.table import Chunk
 from ftckpt.interop.view import View, filled, flattened
+from ftckpt.interop.weights import unwritable
 from ftckpt.trainer.reading import Sink, read_all
 from ftckpt.trainer.stored import Stored
 
@@ -125,24 +126,29 @@ class FtckptReader(StorageReader):
         """Fill what the plan asks for.
 
         Raises:
-            Damaged: a block does not match its digest.
+            Mismatch: a tensor cannot take what is asked for; nothing was loaded. Damaged: a block does not match its digest.
         """
         sinks: list[Sink] = []
+        others: list[tuple[ReadItem, Any]] = []
         commits: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO or not isinstance(value, Stored):
-                planner.load_bytes(item, _as_bytes(filled(value, self._view.whole)))
+                others.append((item, value))
                 continue
             target = planner.resolve_tensor(item).detach()
             if tuple(target.shape) != tuple(item.lengths):
                 raise Mismatch(f"{item.storage_index.fqn}: {tuple(item.lengths)} elements were asked for into {tuple(target.shape)}")
-            sinks.append(Sink(_part(value, item), target, target.dtype != value.dtype))
+            if why := unwritable(target):
+                raise Mismatch(f"{item.storage_index.fqn} {why}", now="nothing was loaded", todo="give tensors with memory of their own")
+            sinks.append(Sink(_part(value, item), target, target.dtype != value.dtype or target.is_conj() or target.is_neg()))
             commits.append((item, target))
         with torch.no_grad():
             read_all(self._view.index, sinks, self._threads)
         for item, target in commits:
             planner.commit_tensor(item, target)
+        for item, value in others:
+            planner.load_bytes(item, _as_bytes(filled(value, self._view.whole)))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -14,6 +14,7 @@ from ftckpt.errors import Mismatch
 from ftckpt.interop.adapter import Adapter
 from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
 from ftckpt.trainer.loading_plan import raise_all
+from ftckpt.trainer.modules import EXTRA, give_values
 from ftckpt.trainer.naming import Live, local_of, memory_key, scan_module
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.states import StateRegistry
@@ -60,7 +61,8 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
     """
     adapter = adapter or Adapter()
     states = StateRegistry()
-    scan = scan_module(states.add("model", model, kind="module"))
+    state = states.add("model", model, kind="module")
+    scan = scan_module(state)
     there = weights.kinds()
     report = StateReport(name="model", source=weights.where)
     problems: list[str] = []
@@ -76,44 +78,85 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
             absent.append((key, live, lacking))
             continue
         memory.add(memory_key(live.tensor))
+        wrong = _misfit(live, there[parts[0]], strict, report) if type(adapter).join is Adapter.join else []
+        if not wrong and live.role != "computed" and (why := unwritable(live.tensor)):
+            wrong = [f"{key} {why}"]
+        problems += wrong
         fills.append(_Fill(live, parts))
-        if type(adapter).join is Adapter.join:
-            problems += _misfit(key, live.tensor, there[parts[0]], strict, report)
-        if live.tensor.is_meta or is_lazy(live.tensor) or live.role == "computed":
-            problems.append(f"{key} has no memory of its own here (meta device, lazy, or computed by state_dict)")
     report.missing += [key for key, live, _ in absent if memory_key(live.tensor) not in memory]
-    report.unexpected += sorted(there.keys() - used)
+    report.unexpected += sorted(name for name in there.keys() - used if not _inside(name, scan.extras))
     report.notes += [f"{key} is not a tensor and was left as it is" for key in scan.extras]
     if "lenient" not in strict:
         gone = {key: lacking for key, _, lacking in absent}
         problems += [f"{key} is missing in the files{_named(key, gone[key])}" for key in report.missing]
         problems += [f"{name} is in the files but unexpected here" for name in report.unexpected]
     raise_all(problems)
+    given: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for done, (live, parts) in enumerate(fills):
             value = adapter.join(live.key, [weights.read(part) for part in parts])
-            late = _misfit(live.key, live.tensor, Kind(value.dtype, tuple(value.shape)), strict, report)
+            late = _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report)
             if late:
                 raise Mismatch(
                     "; ".join(late), now=f"{done} of {len(fills)} tensors were loaded: do not use the model", todo="correct the adapter"
                 )
-            _copy(live.tensor, value, live.key)
+            if live.role == "computed":
+                given[live.key] = value.clone()
+            else:
+                _copy(live.tensor, value, live.key)
             report.loaded += 1
+    for load in give_values(state, scan, given):
+        load()
     report.cast = sorted(set(report.cast))
     return report
+
+
+def unwritable(tensor: torch.Tensor) -> str:
+    """Why values cannot be put into a live tensor; "" if they can."""
+    if is_lazy(tensor):
+        return "is not initialised yet (a lazy module)"
+    local = local_of(tensor)
+    if local.is_meta:
+        return "is on the meta device"
+    if local.layout is not torch.strided or local.is_nested or local.is_quantized:
+        return f"is a {'nested' if local.is_nested else local.dtype if local.is_quantized else local.layout} tensor"
+    reach = 0  # of the dimensions with smaller steps
+    for step, size in sorted((step, size) for step, size in zip(local.stride(), local.shape, strict=True) if size > 1):
+        if step <= reach and local.numel():
+            return "is expanded here (its elements share memory)" if step == 0 else "has elements that share memory here"
+        reach += (size - 1) * step
+    return ""
+
+
+def _castable(live: torch.dtype, stored: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=live).copy_(torch.empty(1, dtype=stored))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _inside(name: str, extras: Collection[str]) -> bool:
+    """Whether it is a part of a value that is no tensor, which files of tensors do not have whole."""
+    return any(name.startswith((f"{extra}.", f"{extra}/")) for extra in extras)
 
 
 def _named(key: str, lacking: list[str]) -> str:
     return f" (as {', '.join(lacking)})" if lacking and lacking != [key] else ""
 
 
-def _misfit(key: str, tensor: torch.Tensor, kind: Kind, strict: Strictness, report: StateReport) -> list[str]:
+def _misfit(live: Live, kind: Kind, strict: Strictness, report: StateReport) -> list[str]:
+    key, tensor = live.key, live.tensor
+    if live.role == "computed" and key.rpartition(".")[2] == EXTRA:  # its module takes what it gave
+        return []
     if tuple(tensor.shape) != kind.shape:
         return [f"{key} has shape {tuple(tensor.shape)}, in the files it is {kind.shape}"]
     if tensor.dtype == kind.dtype:
         return []
     if "cast" not in strict:
         return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} (strict='cast' would convert)"]
+    if not _castable(tensor.dtype, kind.dtype):
+        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)}, which torch does not convert"]
     report.cast.append(key)
     return []
 

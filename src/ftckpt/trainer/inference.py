@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -13,12 +14,16 @@ from torch import nn
 
 from ftckpt.errors import Mismatch
 from ftckpt.flows.locate import located
+from ftckpt.format.casting import FLOATS
 from ftckpt.format.leaves import decode_leaves
+from ftckpt.trainer.given import Given
 from ftckpt.trainer.report import OnMeta, StateReport, Strictness
 from ftckpt.trainer.restore import restore
 from ftckpt.trainer.states import StateRegistry, unwrap_module
 
 logger = logging.getLogger("ftckpt")
+
+_FLOATS = tuple(getattr(torch, name) for name in FLOATS)
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +76,8 @@ def load_model(
         generation: exactly this one, by index in the log or directory name.
         state: name of the stored model; or several in order of preference, such as ``["ema", "model"]``.
         strict: "exact", or "lenient" (missing and unexpected keys are reported), "cast", "lenient+cast".
-        dtype: convert the model's floating-point tensors to this dtype; stored values are cast.
+        dtype: convert the model's tensors of float64, float32, float16 and bfloat16 to this one of them; stored values are cast. Others
+            (fp8, fp4, complex, integers) stay what they are.
         device: move the model there first, and read straight into its memory.
         meta: what to do with tensors on the meta device when no ``device`` is given: refuse, leave them, or "materialize".
         threads: threads that read and copy.
@@ -80,11 +86,13 @@ def load_model(
         What was loaded, from where, and what did not fit.
 
     Raises:
+        ConfigError: an option is none, all at once; the model is as it was.
         NotFound: no such job, step or state; says which there are.
-        Mismatch: keys, shapes or dtypes that do not fit, all at once; no value was changed.
+        Mismatch: keys, shapes or dtypes that do not fit, all at once; nothing was loaded (``dtype`` and ``device`` were applied).
         Damaged: bytes do not match their digest; do not use the model.
     """
     began = time.monotonic()
+    _check(model, state, strict, dtype, device, meta)
     wanted = [state] if isinstance(state, str) else [*state]
     with located(job_or_path, root=root, log=log, step=step, generation=generation) as found:
         manifest = found.manifest
@@ -125,9 +133,31 @@ def load_model(
         )
 
 
+def _check(model: object, state: object, strict: object, dtype: object, device: Any, meta: object) -> None:
+    given = Given()
+    if not isinstance(model, nn.Module):
+        given.wrong.append(f"model is a {type(model).__qualname__}, and no module")
+    given.sources({"model": state})
+    given.word("strict", strict, get_args(Strictness))
+    given.meta(meta)
+    if dtype is not None and dtype not in _FLOATS:
+        given.wrong.append(f"dtype={dtype!r} is none of {', '.join(map(str, _FLOATS))}")
+    try:
+        if device is not None and torch.empty(0, device=device).is_meta:
+            given.wrong.append(f"device={device!r} has no memory")
+    except Exception as e:  # noqa: BLE001  (torch raises what it likes for a device that is not here)
+        given.wrong.append(f"device={device!r} cannot be used: {str(e).partition(chr(10))[0]}")
+    try:
+        if device is not None and torch.empty(0, device=device).is_meta:
+            given.wrong.append(f"device={device!r} has no memory")
+    except Exception as e:  # noqa: BLE001  (torch raises what it likes for a device that is not here)
+        given.wrong.append(f"device={device!r} cannot be used: {str(e).partition(chr(10))[0]}")
+    given.refuse(now="the model was not changed")
+
+
 def _convert(model: nn.Module, dtype: torch.dtype | None, device: torch.device | str | int | None) -> None:
     """Dtype and device as asked for; tensors on the meta device take the dtype only."""
     if dtype is not None:
-        model.to(dtype=dtype)
+        model._apply(lambda t: t.to(dtype) if t.dtype in _FLOATS else t)  # type: ignore[no-untyped-call]
     if device is not None and not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to(device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ftckpt.trainer.naming import Live, ModuleScan, clean_key, scan_module, stat
 from ftckpt.trainer.report import OnMeta
 from ftckpt.trainer.states import State
 
-_EXTRA = "_extra_state"
+EXTRA = "_extra_state"
 
 
 def plan_module(part: Part, state: State, doc: Mapping[str, Any], info: StateInfo, meta: OnMeta) -> None:
@@ -94,20 +94,31 @@ def _load_rest(part: Part, state: State, scan: ModuleScan, doc: Mapping[str, Any
             part.report.loaded += 1
         else:
             part.missing(key)
-    if not computed and all(key.rpartition(".")[2] == _EXTRA for key in values):
-        for key, value in values.items():
-            extra = scan.extras[key]
-            owner = state.parts[extra.part].get_submodule(extra.path.rpartition(".")[0])
-            part.loads.append(partial(call_user, part.name, owner.set_extra_state, value))
-        return
+    given: dict[str, torch.Tensor] = {}
     for key, live in computed.items():
         stored = part.stored(key)
         if stored is not None:
-            values[key] = torch.empty_like(live.tensor.detach())
-            part.sink(key, stored, values[key])
+            given[key] = torch.empty_like(live.tensor.detach())
+            part.sink(key, stored, given[key])
             part.report.loaded += 1
-    for module in state.parts:
-        part.loads.append(partial(call_user, part.name, partial(_load_whole, module), values))
+    part.loads += give_values(state, scan, values | given)
+
+
+def give_values(state: State, scan: ModuleScan, values: Mapping[str, Any]) -> list[Callable[[], None]]:
+    """Calls that hand a module what only it can take: extra state to its owner; of a ``state_dict`` of its own all at once.
+
+    Each raises Mismatch if the module does not take it.
+    """
+    if not values:
+        return []
+    if all(key.rpartition(".")[2] == EXTRA for key in values):
+        loads: list[Callable[[], None]] = []
+        for key, value in values.items():
+            at: Any = scan.extras.get(key) or scan.tensors[key]
+            owner = state.parts[at.part].get_submodule(at.path.rpartition(".")[0])
+            loads.append(partial(call_user, state.name, owner.set_extra_state, value))
+        return loads
+    return [partial(call_user, state.name, partial(_load_whole, module), values) for module in state.parts]
 
 
 def _load_whole(module: nn.Module, values: Mapping[str, Any]) -> None:

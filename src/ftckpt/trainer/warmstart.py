@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -22,6 +22,7 @@ from ftckpt.interop.huggingface import SUFFIX, SafetensorsWeights
 from ftckpt.interop.torchfile import TorchFileWeights
 from ftckpt.interop.view import GenerationWeights
 from ftckpt.interop.weights import Weights, fill, named
+from ftckpt.trainer.given import Given
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.restore import restore
 from ftckpt.trainer.states import StateRegistry
@@ -89,12 +90,10 @@ def load_into(registry: StateRegistry, source: str | os.PathLike[str], options: 
         Mismatch: what does not fit, all at once. Damaged: bytes that do not match or cannot be read safely.
     """
     began = time.monotonic()
+    _check(options, [state.name for state in registry])
     kind = options.format if options.format != "auto" else recognise(source)
-    if options.name_map is not None and options.hooks is not None:
-        raise ConfigError(
-            "name_map and hooks exclude one another", now="nothing was loaded", todo="give the map to the hooks: Adapter(name_map)"
-        )
     adapted = options.name_map is not None or options.hooks is not None
+    _check_for(options, f"{source} is read as {kind}{', under other names' if adapted else ''}", kind, adapted)
     if kind == "ftckpt" and not adapted:
         report = _generation(registry, source, options)
     elif options.what == "all":
@@ -104,6 +103,36 @@ def load_into(registry: StateRegistry, source: str | os.PathLike[str], options: 
     else:
         report = _weights(registry, source, kind, options)
     return msgspec.structs.replace(report, seconds=time.monotonic() - began)
+
+
+def _check(options: WarmOptions, states: Sequence[str]) -> None:
+    """Raises ConfigError: what no source could be loaded with."""
+    given = Given()
+    given.word("what", options.what, ("weights", "all"))
+    given.word("format", options.format, get_args(Format))
+    given.strict(options.strict, states)
+    given.sources(options.sources, states)
+    given.on_mismatch(options.on_mismatch, states)
+    if options.state is not None and options.what == "all":
+        given.wrong.append("state= names one model, and what='all' is for everything")
+    if not isinstance(options.key, str):
+        given.names("key", options.key)
+    if options.name_map is not None and not (isinstance(options.name_map, Mapping) or callable(options.name_map)):
+        given.wrong.append(f"name_map={options.name_map!r} is neither a mapping nor a function")
+    if options.hooks is not None and not isinstance(options.hooks, Adapter):
+        given.wrong.append(f"hooks={options.hooks!r} is no Adapter")
+    if options.hooks is not None and options.name_map is not None:
+        given.wrong.append("name_map and hooks exclude one another: give the map to the hooks, Adapter(name_map)")
+    given.refuse(now="nothing was loaded")
+
+
+def _check_for(options: WarmOptions, source: str, kind: str, adapted: bool) -> None:
+    """Raises ConfigError: what would be passed over with this kind of source."""
+    only = {"sources": options.sources is not None, "on_mismatch": options.on_mismatch != "error"} if kind != "ftckpt" or adapted else {}
+    only |= {"step": options.step is not None} if kind != "ftckpt" else {"key": bool(options.key)}
+    wrong = [f"{name}=" for name, was_given in only.items() if was_given]
+    if wrong:
+        raise ConfigError(f"{source}, where {', '.join(wrong)} has no meaning", now="nothing was loaded", todo="leave it out")
 
 
 def recognise(source: str | os.PathLike[str]) -> Format:
