@@ -13,7 +13,7 @@ from torch import nn
 from ftckpt.errors import Mismatch
 from ftckpt.interop.adapter import Adapter
 from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
-from ftckpt.trainer.loading_plan import raise_all
+from ftckpt.trainer.loading_plan import CAST, LENIENT, raise_all
 from ftckpt.trainer.modules import EXTRA, give_values
 from ftckpt.trainer.naming import Live, local_of, memory_key, scan_module
 from ftckpt.trainer.report import StateReport, Strictness
@@ -90,7 +90,7 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
         gone = {key: lacking for key, _, lacking in absent}
         problems += [f"{key} is missing in the files{_named(key, gone[key])}" for key in report.missing]
         problems += [f"{name} is in the files but unexpected here" for name in report.unexpected]
-    raise_all(problems)
+    raise_all(problems, (CAST, LENIENT))
     given: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for done, (live, parts) in enumerate(fills):

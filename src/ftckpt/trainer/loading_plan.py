@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ftckpt.errors import Damaged, Mismatch
+from ftckpt.errors import Damaged, Mismatch, Unstorable
 from ftckpt.format.leaves import decode_tree
-from ftckpt.trainer.layout import USUAL, as_integers, dtype_name, is_lazy
-from ftckpt.trainer.naming import decode_torch, local_of, memory_key
-from ftckpt.trainer.reading import Sink, lacking, read_whole, same_content
+from ftckpt.trainer.layout import USUAL, check_storable, dtype_name
+from ftckpt.trainer.naming import decode_torch, local_of
+from ftckpt.trainer.overlaps import Late, read_local, single
+from ftckpt.trainer.reading import Sink, lacking, read_whole
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.stored import Index, Stored
+
+LENIENT = "strict='lenient' passes over missing and unexpected keys"
+CAST = "strict='cast' converts dtypes"
+FRESH = "on_mismatch='fresh' leaves an optimizer that does not fit as it is"
 
 
 class Part:
@@ -25,23 +31,25 @@ class Part:
         name: the live state. source: the stored one.
         index: stored tensors.
         mode: how strictly.
-        claimed: memory that some state of this restore writes already, shared by all parts.
 
     Attributes:
-        sinks: tensors to fill. finals: what to do when all were filled; cannot fail.
-        loads: user code that takes decoded values; comes last. problems: what does not fit.
+        sinks: tensors to fill. late: those of them that ``finals`` fill.
+        finals: what to do when all were filled; cannot fail.
+        loads: user code that takes decoded values; comes last.
+        problems: what does not fit. remedies: words that would let some of it pass.
     """
 
-    def __init__(self, name: str, source: str, index: Index, mode: Strictness, claimed: dict[object, Stored]) -> None:
+    def __init__(self, name: str, source: str, index: Index, mode: Strictness) -> None:
         self.name, self.source, self.index = name, source, index
         self.lenient, self.cast = "lenient" in mode, "cast" in mode
         self.report = StateReport(name=name, source=source)
         self.sinks: list[Sink] = []
+        self.late: list[Late] = []
         self.finals: list[Callable[[], object]] = []
         self.loads: list[Callable[[], object]] = []
         self.problems: list[str] = []
-        self._claimed = claimed
-        self._decoded: dict[tuple[str, bool, bool], torch.Tensor] = {}
+        self.remedies: set[str] = set()
+        self._decoded: dict[tuple[str, bool, bool, bool], torch.Tensor] = {}
 
     def problem(self, text: str) -> None:
         """Something that does not fit, whatever the strictness."""
@@ -52,12 +60,14 @@ class Part:
         self.report.missing.append(key)
         if not self.lenient:
             self.problems.append(f"{self.name}/{key} is missing in what was stored")
+            self.remedies.add(LENIENT)
 
     def unexpected(self, key: str) -> None:
         """A stored key that is not live."""
         self.report.unexpected.append(key)
         if not self.lenient:
             self.problems.append(f"{self.name}/{key} is stored but unexpected here")
+            self.remedies.add(LENIENT)
 
     def stored(self, key: str) -> Stored | None:
         """A stored tensor of this state."""
@@ -65,46 +75,62 @@ class Part:
 
     def sink(self, key: str, stored: Stored, tensor: torch.Tensor) -> None:
         """Let a stored tensor fill a live one, if it fits."""
-        if type(tensor) in USUAL and tensor.dtype is stored.dtype and tensor.shape == stored.shape:  # most often, and many
-            self._fill(key, stored, tensor)
-        elif is_lazy(tensor):
-            self.problem(f"{key} is not initialised yet (a lazy module); run one forward first")
-        elif tensor.shape != stored.shape:
-            self.problem(f"{key} has shape {tuple(tensor.shape)}, stored is {stored.shape}")
-        elif tensor.dtype != stored.dtype and not self._can_cast(key, tensor.dtype, stored.dtype):
-            self.problem(f"{key} is {dtype_name(tensor.dtype)}, stored is {dtype_name(stored.dtype)} (strict='cast' would convert)")
-        else:
+        if self.fits(key, stored.dtype, stored.shape, tensor):
             self._fill(key, stored, tensor)
 
-    def _fill(self, key: str, stored: Stored, tensor: torch.Tensor) -> None:
-        memory = memory_key(tensor)
-        other = self._claimed.setdefault(memory, stored)
-        if other is not stored:
-            if not same_content(self.index, other, stored):
-                self.problem(f"{key} shares memory here with what {other.name} fills, but they were stored with different values")
+    def fits(self, key: str, dtype: torch.dtype, shape: tuple[int, ...], tensor: torch.Tensor) -> bool:
+        """Whether a live tensor can take a stored one of that dtype and shape; where not, it is a problem."""
+        try:
+            check_storable(tensor, key)
+        except Unstorable as e:
+            self.problem(e.what)
+            return False
+        if type(tensor) in USUAL and tensor.dtype is dtype and tensor.shape == shape:  # most often, and many
+            return True
+        if tensor.shape != shape:
+            self.problem(f"{key} has shape {tuple(tensor.shape)}, stored is {tuple(shape)}")
+            return False
+        if tensor.dtype == dtype or self._can_cast(key, tensor.dtype, dtype):
+            return True
+        would = "" if self.cast else " (strict='cast' would convert)"
+        self.problem(f"{key} is {dtype_name(tensor.dtype)}, stored is {dtype_name(dtype)}{would}")
+        self.remedies.add(CAST)
+        return False
+
+    def number(self, key: str, tensor: torch.Tensor, value: float) -> None:
+        """Let a stored Python number fill a live tensor without dimensions, if that can hold it."""
+        if tensor.ndim:
+            self.problem(f"{key} has shape {tuple(tensor.shape)}, stored is the number {value!r}")
             return
+        made = torch.zeros((), dtype=tensor.dtype).fill_(value)
+        if self.cast:
+            self.report.cast.append(key)
+        elif made.item() != value and value == value:  # NaN stays NaN
+            self.problem(
+                f"{key} is a {dtype_name(tensor.dtype)} tensor, which cannot hold the stored number {value!r} (strict='cast' rounds)"
+            )
+            self.remedies.add(CAST)
+            return
+        self.put(key, tensor, made)
+
+    def put(self, key: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Let values of its shape that were read already fill a live tensor once the sinks are filled."""
+        one, value = single(tensor.detach(), values)
+        self.late.append(Late(f"{self.name}/{key}", tensor, values))
+        self.finals.append(lambda: one.copy_(value))
+
+    def _fill(self, key: str, stored: Stored, tensor: torch.Tensor) -> None:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        sink = Sink(stored, tensor, tensor.dtype != stored.dtype or local.is_conj() or local.is_neg())
+        sink = Sink(stored, tensor, tensor.dtype != stored.dtype or local.is_conj() or local.is_neg(), f"{self.name}/{key}")
         lost = lacking(sink)
         if lost:
             raise Damaged(
                 f"{stored.name}: {lost} elements are in none of the shards", now="nothing was changed", todo="take another generation"
             )
-        if not local.is_contiguous() and any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
-            self._fill_expanded(key, stored, local.detach())
-        else:
+        if local.is_contiguous() or _writable(local):
             self.sinks.append(sink)
-
-    def _fill_expanded(self, key: str, stored: Stored, local: torch.Tensor) -> None:
-        """A tensor whose elements share memory takes one of each, if the stored ones are alike."""
-        whole = read_whole(self.index, stored)
-        one, values = local, whole
-        for dim, step in enumerate(local.stride()):
-            if step == 0:
-                one, values = one.narrow(dim, 0, min(1, one.shape[dim])), values.narrow(dim, 0, min(1, values.shape[dim]))
-        if not torch.equal(as_integers(values.expand(whole.shape)), as_integers(whole)):
-            self.problem(f"{key} is expanded here (its elements share memory), but differing values were stored")
-        self.finals.append(lambda: one.copy_(values))
+        else:
+            self.put(key, local.detach(), read_local(self.index, sink))
 
     def _can_cast(self, key: str, live: torch.dtype, stored: torch.dtype) -> bool:
         if not self.cast:
@@ -142,24 +168,34 @@ class Part:
         if stored is None:
             raise Damaged(f"{name} is in none of the shards", now="nothing was changed", todo="take another generation")
         parameter, grad = "parameter" in node, bool(node.get("grad"))
-        known = self._decoded.get((stored.name, parameter, grad))
+        known = self._decoded.get((stored.name, parameter, grad, eager))
         if known is not None:
             return known
         live = template.get(name)
         fits = live is not None and live.dtype == stored.dtype and tuple(live.shape) == stored.shape and not live.is_meta
-        if in_place and live is not None and fits and isinstance(live, nn.Parameter) == parameter and _writable(live):
+        if (
+            in_place
+            and live is not None
+            and fits
+            and isinstance(live, nn.Parameter) == parameter
+            and _writable(live)
+            and (live.is_leaf or grad)
+        ):
             tensor = live
         elif live is not None and fits and isinstance(live, DTensor):
             tensor = torch.empty_like(live.detach())
         else:
             tensor = torch.empty(stored.shape, dtype=stored.dtype, device=live.device if fits and live is not None else None)
         if eager:
-            return tensor.copy_(read_whole(self.index, stored)) if not isinstance(tensor, DTensor) else tensor
-        self.sink(name, stored, tensor)
-        self.report.loaded += 1
+            tensor.copy_(read_whole(self.index, stored))
+        else:
+            self.sink(name.removeprefix(f"{self.source}/"), stored, tensor)
+            self.report.loaded += 1
         if tensor is not live:
             tensor = nn.Parameter(tensor, requires_grad=grad) if parameter else tensor.requires_grad_(grad)
-        self._decoded[stored.name, parameter, grad] = tensor
+        elif live.requires_grad != grad:
+            self.finals.append(partial(live.requires_grad_, grad))
+        self._decoded[stored.name, parameter, grad, eager] = tensor
         return tensor
 
 
@@ -168,8 +204,11 @@ def _writable(tensor: torch.Tensor) -> bool:
     return not any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
 
 
-def raise_all(problems: list[str], limit: int = 100) -> None:
+def raise_all(problems: list[str], remedies: Collection[str] = (), limit: int = 100) -> None:
     """Raise everything that does not fit at once.
+
+    Args:
+        remedies: what would let some of it pass, besides building the objects as they were.
 
     Raises:
         Mismatch: there is something.
@@ -180,5 +219,5 @@ def raise_all(problems: list[str], limit: int = 100) -> None:
         raise Mismatch(
             f"stored and live state do not fit in {len(problems)} places:{lines}{more}",
             now="nothing was changed",
-            todo="build the objects as they were when saved, exclude the state, or choose strict='lenient', 'cast' or on_mismatch='fresh'",
+            todo="; ".join(("build the objects as they were when saved, or exclude the state", *sorted(remedies))),
         )

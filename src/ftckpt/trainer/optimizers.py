@@ -143,12 +143,28 @@ class OptimizerPart:
                     f"group {index} was stored by another kind of optimizer: it has {', '.join(sorted(foreign))}, "
                     f"and no {', '.join(sorted(lacking))}"
                 )
-            self._part.finals.append(partial(_set_options, group, options[0]))
+            for key, value in options[0].items():
+                self._plan_option(f"group {index}: {key}", group, key, value)
             kept = {k for k in IMPLEMENTATION & options[0].keys() & group.keys() if _unequal(options[0][k], group[k])}
             if kept:
                 self._part.report.notes.append(f"group {index} keeps its own {', '.join(sorted(kept))}")
         if empty:
             self._part.report.notes.append(f"{len(empty)} stored groups without parameters were passed over")
+
+    def _plan_option(self, where: str, group: dict[str, Any], key: str, value: object) -> None:
+        """A tensor among the live options is filled, so that whoever holds it sees the new value; all else is set."""
+        live = group.get(key)
+        if key in IMPLEMENTATION and key in group:
+            return
+        if isinstance(live, torch.Tensor) and not isinstance(live, DTensor):
+            if isinstance(value, torch.Tensor):
+                if self._part.fits(where, value.dtype, value.shape, live):
+                    self._part.put(where, live, value)
+                return
+            if isinstance(value, int | float):
+                self._part.number(where, live, value)
+                return
+        self._part.finals.append(partial(group.__setitem__, key, value))
 
     def _plan_loose(self) -> None:
         node = self._doc.get("loose")
@@ -173,18 +189,6 @@ def _assign(optimizer: Optimizer, parameter: torch.Tensor, values: dict[Any, Any
     held = optimizer.state[parameter]
     held.clear()
     held.update(values)
-
-
-def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
-    for key, value in options.items():
-        live = group.get(key)
-        if key in IMPLEMENTATION and key in group:
-            continue
-        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor | float | int) and not isinstance(live, DTensor):
-            with torch.no_grad():
-                live.copy_(torch.as_tensor(value))  # whoever holds the tensor sees the new value
-        else:
-            group[key] = value
 
 
 def _distinct(groups: Any) -> list[dict[str, Any]]:

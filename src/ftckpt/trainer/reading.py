@@ -13,11 +13,10 @@ import torch
 from ftckpt.format.image import Image
 from ftckpt.trainer.copying import copy_one
 from ftckpt.trainer.image_plan import part_of
-from ftckpt.trainer.layout import as_integers
 from ftckpt.trainer.reading_plan import Job, Sink, Task, jobs_of, lacking, one_run
 from ftckpt.trainer.stored import Index, Stored
 
-__all__ = ["Sink", "borrow", "lacking", "read_all", "read_whole", "same_content"]
+__all__ = ["Sink", "borrow", "lacking", "read_all", "read_whole"]
 
 
 def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
@@ -173,13 +172,3 @@ def read_whole(index: Index, stored: Stored) -> torch.Tensor:
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     read_all(index, [Sink(stored, tensor, False)], 1)
     return tensor
-
-
-def same_content(index: Index, one: Stored, other: Stored) -> bool:
-    """Whether two stored tensors are equal bit for bit."""
-    if one.name == other.name:
-        return True
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    a, b = (as_integers(read_whole(index, stored)).reshape(-1).view(torch.uint8) for stored in (one, other))
-    return bool(torch.equal(a, b))

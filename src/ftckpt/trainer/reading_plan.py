@@ -20,11 +20,12 @@ _SMALL = 32 << 10  # boxes up to this many bytes are copied together
 
 
 class Sink(NamedTuple):
-    """A live tensor and the stored one that fills it; ``typed``: the dtypes differ and values are converted."""
+    """A live tensor and the stored one that fills it; ``typed``: the dtypes differ and values are converted; ``key``: for messages."""
 
     stored: Stored
     tensor: torch.Tensor
     typed: bool
+    key: str = ""
 
 
 class Task(NamedTuple):

@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 
-from ftckpt.errors import ConfigError, Unstorable
+from ftckpt.errors import Unstorable
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import StateInfo
 from ftckpt.trainer.cursor import give, unfit
 from ftckpt.trainer.garbage import without_gc
-from ftckpt.trainer.loading_plan import Part, raise_all
+from ftckpt.trainer.given import Given
+from ftckpt.trainer.loading_plan import FRESH, Part, raise_all
 from ftckpt.trainer.modules import plan_module
 from ftckpt.trainer.naming import TreeEncoder, local_of, parameter_names
 from ftckpt.trainer.optimizers import OptimizerPart
+from ftckpt.trainer.overlaps import settle
 from ftckpt.trainer.reading import Sink, read_all
 from ftckpt.trainer.report import OnMeta, OnMismatch, RestoreReport, StateReport, Strictness
 from ftckpt.trainer.states import State, StateRegistry
-from ftckpt.trainer.stored import Index, Stored
+from ftckpt.trainer.stored import Index
 
 __all__ = ["OnMeta", "OnMismatch", "RestoreReport", "StateReport", "Strictness", "restore"]
 
-_MODES = ("exact", "lenient", "cast", "lenient+cast")
 _ORDER = {"module": 0, "optimizer": 1, "tree": 2}
 
 
@@ -74,24 +75,25 @@ def restore(
     def filled() -> list[Callable[[], object]]:
         """Plan, check and fill; what is to be called at the end."""
         index = Index(images)
-        claimed: dict[object, Stored] = {}
         names = parameter_names(registry.of_scope("shared"))
         parts: list[Part] = []
         problems: list[str] = []
+        remedies: set[str] = set()
         read: set[str] = set()
         for state in sorted(chosen, key=lambda s: _ORDER[s.kind]):
             source = _source(state.name, sources or {}, states)
-            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), claimed)
+            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"))
             read.add(part.source)
             fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
             _plan(part, state, source, leaves, states, names, meta)
             if part.problems and fresh:
-                part.report.notes += part.problems
                 part = _left_alone(part)
             problems += part.problems
+            remedies |= part.remedies | ({FRESH} if part.problems and state.kind == "optimizer" else set())
             parts.append(part)
-        raise_all(problems)
-        report.bytes = _fill(index, parts, threads, placed or {})
+        sinks, clashes = settle(index, [s for part in parts for s in part.sinks], [late for part in parts for late in part.late])
+        raise_all(problems + clashes, remedies)
+        report.bytes = _fill(index, sinks, parts, threads, placed or {})
         report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
         report.unread = [name for name in states if name not in read]
         return [load for part in parts for load in part.loads]
@@ -154,9 +156,9 @@ def _plan_tree(part: Part, state: State, source: str, leaves: Mapping[str, Any],
     part.loads.append(lambda: give(state, value))
 
 
-def _fill(index: Index, parts: Sequence[Part], threads: int, placed: Mapping[str, int]) -> int:
+def _fill(index: Index, sinks: Sequence[Sink], parts: Sequence[Part], threads: int, placed: Mapping[str, int]) -> int:
     with torch.no_grad():
-        done = read_all(index, [sink for part in parts for sink in part.sinks if not _there(sink, placed)], threads)
+        done = read_all(index, [sink for sink in sinks if not _there(sink, placed)], threads)
         for part in parts:
             for final in part.finals:
                 final()
@@ -172,7 +174,7 @@ def _there(sink: Sink, placed: Mapping[str, int]) -> bool:
 def _left_alone(part: Part) -> Part:
     """An optimizer that stays as it is, since what is stored does not fit; why goes to the report."""
     part.report.notes += part.problems
-    part.sinks, part.finals, part.loads, part.problems = [], [], [], []
+    part.sinks, part.late, part.finals, part.loads, part.problems = [], [], [], [], []
     part.report.outcome, part.report.loaded = "fresh", 0
     return part
 
@@ -187,21 +189,20 @@ def _choose(
     on_mismatch: OnMismatch | Mapping[str, OnMismatch],
 ) -> list[State]:
     shared = registry.of_scope("shared")
-    known = {state.name for state in shared}
-    wrong = []
-    for option, given in {"only": only, "exclude": exclude, "sources": sources, "strict": strict, "on_mismatch": on_mismatch}.items():
-        if isinstance(given, str) and option in ("only", "exclude"):
-            wrong.append(f"{option}={given!r} is a string; give a list of names")
-        elif not isinstance(given, str | None):
-            wrong += [f"{option} names {name!r}" for name in given if name not in known]
-    modes = strict.values() if isinstance(strict, Mapping) else [strict]
-    wrong += [f"strict={mode!r} is none of {', '.join(_MODES)}" for mode in modes if mode not in _MODES]
-    words = on_mismatch if isinstance(on_mismatch, Mapping) else {"": on_mismatch}
-    wrong += [f"on_mismatch={what!r} is neither 'error' nor 'fresh'" for what in words.values() if what not in ("error", "fresh")]
+    known, every = {state.name for state in shared}, {state.name for state in registry}
+    given = Given()
+    if only is not None:
+        given.names("only", only, known)
+    given.names("exclude", exclude, every)
+    given.sources(sources, every)
+    given.strict(strict, every)
+    given.on_mismatch(on_mismatch, known)
+    words = on_mismatch if isinstance(on_mismatch, Mapping) else {}
     kinds = {name: registry[name].kind for name, what in words.items() if what == "fresh" and name in known}
-    wrong += [f"on_mismatch='fresh' is for optimizers, and {name!r} is a {kind}" for name, kind in kinds.items() if kind != "optimizer"]
-    if wrong:
-        raise ConfigError("; ".join(wrong), now="nothing was changed", todo=f"registered states are: {', '.join(sorted(known)) or 'none'}")
+    given.wrong += [
+        f"on_mismatch='fresh' is for optimizers, and {name!r} is a {kind}" for name, kind in kinds.items() if kind != "optimizer"
+    ]
+    given.refuse(todo=f"registered states are: {', '.join(sorted(every)) or 'none'}")
     return [s for s in shared if (only is None or s.name in only) and s.name not in exclude]
 
 
