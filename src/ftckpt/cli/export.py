@@ -36,6 +36,9 @@ def export(
         Path | None, typer.Option("--file-map", help="JSON: their name to file, or an index with a weight_map.", show_default=False)
     ] = None,
     tied: Annotated[str, typer.Option("--tied", help="Shared tensors: copy under each name, or drop all but one.")] = "copy",
+    unsupported: Annotated[
+        str, typer.Option("--unsupported", help="Tensors of a dtype that the format does not have: error, or drop to leave them out.")
+    ] = "error",
     step: Annotated[int | None, typer.Option("--step", help="The generation of this step; else the newest.", show_default=False)] = None,
     generation: Annotated[str | None, typer.Option("--generation", help="Index or directory name.", show_default=False)] = None,
     root: common.Root = None,
@@ -64,11 +67,11 @@ def export(
         if to == "dcp":
             from ftckpt.interop.dcp import export_dcp  # the only verb that needs torch, and only here
 
-            report = export_dcp(found, out, states=None if state is None else [state], progress=progress)
+            report = export_dcp(found, out, states=None if state is None else [state], unsupported=unsupported, progress=progress)
         else:
             report = export_safetensors(
                 found, out, state=state or "model", dtype=dtype, max_shard_bytes=limit, name_map=names, file_map=files, tied=tied,
-                progress=progress,
+                unsupported=unsupported, progress=progress,
             )  # fmt: skip
     if json:
         common.print_json(report)

@@ -6,14 +6,16 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from ftckpt.errors import ConfigError, StoreError
+from ftckpt.errors import ConfigError, StoreError, Unstorable
 from ftckpt.flows.read import OpenGeneration
+
+UNSUPPORTED = ("error", "drop")
 
 
 class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,28 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
             seconds=time.monotonic() - began,
             partial={name: info.note for name, info in generation.manifest.states.items() if info.partial and name in states},
         )
+
+
+def leave_out(found: Mapping[str, str], what: str) -> dict[str, str]:
+    """Tensors that a format cannot hold, to be reported as left out where that was asked for.
+
+    Args:
+        found: name -> why.
+        what: "error" refuses them, all at once; "drop" leaves them out.
+
+    Raises:
+        Unstorable: there are some. ConfigError: ``what`` is neither.
+    """
+    if what not in UNSUPPORTED:
+        raise ConfigError(f"unsupported={what!r} is neither 'error' nor 'drop'", now="nothing was written")
+    if found and what == "error":
+        shown = "; ".join(f"{name}: {why}" for name, why in [*found.items()][:20])
+        raise Unstorable(
+            f"{len(found)} tensors cannot be written in this format: {shown}{' ...' if len(found) > 20 else ''}",
+            now="nothing was written",
+            todo="leave them out with --unsupported drop (unsupported='drop'), or make other values of them with an Adapter",
+        )
+    return dict(found)
 
 
 @contextmanager

@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from ftckpt.errors import ConfigError, Damaged
-from ftckpt.flows.export import ExportReport
-from ftckpt.flows.hf_files import MAX_SHARD_BYTES, Progress, write_model
+from ftckpt.flows.export import ExportReport, leave_out
+from ftckpt.flows.hf_files import MAX_SHARD_BYTES, Item, Progress, write_model
 from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.casting import FLOATS, cast, check_target
 from ftckpt.format.dtypes import SAFETENSORS_DTYPES, item_bytes
 from ftckpt.format.image import Image
+from ftckpt.format.leaves import decode_leaves
 from ftckpt.format.namemap import NameMap, lookup
 from ftckpt.format.table import Chunk
 
@@ -82,7 +83,7 @@ class StoredItem:
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a state is exported: tensors in order, names that share memory with another, and what is left out with the reason."""
+    """What of a state is exported: tensors in order (of any dtype), names that share memory with another, and what is left out with the reason."""
 
     items: tuple[StoredItem, ...]
     tied: dict[str, str]
@@ -115,7 +116,8 @@ def select(generation: OpenGeneration, state: str = "model", *, dtype: str | Non
             boxes = found.setdefault(entry.name, (entry.dtype, entry.shape, []))[2]
             have_already = {(c.offsets, c.sizes) for _, c in boxes}
             boxes += [(image, c) for c in entry.chunks if (c.offsets, c.sizes) not in have_already]
-    names = {name.removeprefix(prefix): name for name in found if name.startswith(prefix)}
+    extras = _extras(generation, state)
+    names = {s: name for name in found if name.startswith(prefix) and (s := name.removeprefix(prefix)).partition("/")[0] not in extras}
     shared: dict[str, str] = {}
     for alias, name in aliases.items():
         if alias.startswith(prefix):
@@ -124,16 +126,23 @@ def select(generation: OpenGeneration, state: str = "model", *, dtype: str | Non
                 shared[short] = name.removeprefix(prefix)
             if tied == "copy" or not name.startswith(prefix):
                 names[short] = name
-    items, left_out = [], {}
+    items = []
     for short, name in names.items():
         stored, shape, boxes = found[name]
-        out = target if target is not None and stored in FLOATS else stored
-        if out not in SAFETENSORS_DTYPES:
-            left_out[short] = f"{out} has no safetensors dtype"
-        else:
-            items.append(StoredItem(short, short, stored, out, shape, boxes))
-    left_out |= {s: f"same memory as {n}" for s, n in shared.items() if s not in names}
+        items.append(StoredItem(short, short, stored, target if target is not None and stored in FLOATS else stored, shape, boxes))
+    left_out = dict.fromkeys(extras, "it is no tensor") | {s: f"same memory as {n}" for s, n in shared.items() if s not in names}
     return Selection(items=tuple(items), tied=shared, left_out=left_out)
+
+
+def _extras(generation: OpenGeneration, state: str) -> list[str]:
+    """Names of a module's values that are no tensors (but may have some in them)."""
+    doc = decode_leaves(generation.leaves, f"{generation.location}/leaves.json").get(state)
+    return sorted(doc) if isinstance(doc, dict) else []
+
+
+def no_dtype(items: Iterable[Item]) -> dict[str, str]:
+    """Of items, by name, those of which safetensors has not the dtype."""
+    return {item.name: f"{item.dtype} is no dtype of safetensors" for item in items if item.dtype not in SAFETENSORS_DTYPES}
 
 
 def renamed(items: Sequence[StoredItem], names: NameMap | None) -> list[StoredItem]:
@@ -168,6 +177,7 @@ def export_safetensors(
     name_map: NameMap | None = None,
     file_map: Mapping[str, str] | None = None,
     tied: str = "copy",
+    unsupported: str = "error",
     progress: Progress | None = None,
 ) -> ExportReport:
     """Write one model of a generation as safetensors files with an index. The generation is only read.
@@ -181,21 +191,25 @@ def export_safetensors(
         name_map: our name -> name in the files; what it has no name for is left out and reported.
         file_map: name in the files -> file.
         tied: see ``select``.
+        unsupported: "error" refuses tensors of a dtype that safetensors does not have (complex, fp4, ...), "drop" leaves them out.
         progress: called with file and bytes written.
 
     Raises:
-        ConfigError: contradictory options, or ``out`` has something in it. Damaged: a block does not match its digest.
+        ConfigError: contradictory options, or ``out`` has something in it. Unstorable: tensors that safetensors has no dtype for.
+        Damaged: a block does not match its digest.
     """
     began = time.monotonic()
     chosen = select(generation, state, dtype=dtype, tied=tied)
-    items = renamed(chosen.items, name_map)
+    named = renamed(chosen.items, name_map)
+    dropped = leave_out(no_dtype(named), unsupported)
+    items = [item for item in named if item.name not in dropped]
     report = write_model(generation, out, items, state=state, max_shard_bytes=max_shard_bytes, file_map=file_map, progress=progress)
-    unnamed = {i.source for i in chosen.items} - {i.source for i in items}
+    unnamed = {i.source for i in chosen.items} - {i.source for i in named}
     return msgspec.structs.replace(
         report,
         seconds=time.monotonic() - began,
         cast=tuple(i.name for i in items if i.dtype != i.stored),
         overflowed={i.name: i.overflowed for i in items if i.overflowed},
         tied=chosen.tied,
-        left_out=chosen.left_out | dict.fromkeys(sorted(unnamed), "the name map has no name for it"),
+        left_out=chosen.left_out | dropped | dict.fromkeys(sorted(unnamed), "the name map has no name for it"),
     )

@@ -6,6 +6,7 @@ Keys are those that DCP gives to ``{"model": …, "optimizer": get_optimizer_sta
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import time
@@ -16,7 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import torch
+from torch._utils import _element_size as element_size  # what DCP asks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -32,8 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ftckpt.errors import ConfigError, Mismatch
-from ftckpt.flows.export import ExportReport, new_directory, written_files
+from ftckpt.errors import ConfigError, FtckptError, Mismatch, Unstorable
+from ftckpt.flows.export import ExportReport, leave_out, new_directory, written_files
 from ftckpt.flows.locate import located
 from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.table import Chunk
@@ -219,6 +222,7 @@ def export_dcp(
     out: str | os.PathLike[str],
     *,
     states: Iterable[str] | None = None,
+    unsupported: str = "error",
     progress: Callable[[str, int], None] | None = None,
 ) -> ExportReport:
     """Write a generation as a DCP directory, readable by plain ``torch.distributed.checkpoint.load``.
@@ -230,10 +234,12 @@ def export_dcp(
         generation: open.
         out: directory to make; it must not exist, or be empty.
         states: which states; all when left out.
+        unsupported: "error" refuses tensors of a dtype that torch's files do not have (int4, bits8, ...), "drop" leaves them out.
         progress: called with a key and its bytes.
 
     Raises:
-        ConfigError: ``out`` has something in it, or a state is not stored. Damaged: a block does not match its digest.
+        ConfigError: ``out`` has something in it, or a state is not stored. Unstorable: tensors that DCP cannot write.
+        Damaged: a block does not match its digest.
     """
     began = time.monotonic()
     view = View(generation)
@@ -241,13 +247,53 @@ def export_dcp(
     names = [*known] if states is None else [*states]
     if missing := [name for name in names if name not in known]:
         raise ConfigError(f"{generation.location} has no state {', '.join(map(repr, missing))}", todo=f"it has {', '.join(known)}")
-    nested = {name: filled(view.state(name), view.whole) for name in names}
+    stored = {name: view.state(name) for name in names}
+    dropped = leave_out(
+        {
+            key: f"{value.dtype} is no dtype of its files"
+            for key, value in flattened(stored)
+            if isinstance(value, Stored) and not _saves(value.dtype)
+        },
+        unsupported,
+    )
+    nested = filled(_kept(stored), view.whole)
     with new_directory(out) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP says that it assumes a single process, which is meant
         try:
             save(nested, storage_writer=FileSystemWriter(folder, sync_files=True), planner=_Planner(progress or _silent), no_dist=True)
         except CheckpointException as e:
-            raise next(error for error, _ in e.failures.values()) from e
+            error = next(error for error, _ in e.failures.values())
+            if isinstance(error, FtckptError | OSError) or not isinstance(error, Exception):
+                raise error from e
+            raise Unstorable(
+                f"torch.distributed.checkpoint cannot write {generation.location}: {type(error).__name__}: {error}",
+                now="nothing was left behind",
+            ) from e
         files = written_files(folder)
     tensors = sum(isinstance(value, torch.Tensor) for _, value in flattened(nested))
-    return ExportReport.of(generation, out, files, format="dcp", tensors=tensors, began=began, states=names)
+    report = ExportReport.of(generation, out, files, format="dcp", tensors=tensors, began=began, states=names)
+    return msgspec.structs.replace(report, left_out=dropped)
+
+
+@functools.cache
+def _saves(dtype: torch.dtype) -> bool:
+    """Whether torch's files can have tensors of a dtype, and DCP knows their size."""
+    try:
+        torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
+        element_size(dtype)  # type: ignore[no-untyped-call]
+    except (KeyError, TypeError):
+        return False
+    return True
+
+
+def _kept(value: Any) -> Any:
+    """A nested value without placeholders of tensors that torch's files cannot have (None in lists)."""
+    if isinstance(value, dict):
+        return {key: _kept(inner) for key, inner in value.items() if not _refused(inner)}
+    if type(value) in (list, tuple):
+        return type(value)(None if _refused(inner) else _kept(inner) for inner in value)
+    return value
+
+
+def _refused(value: Any) -> bool:
+    return isinstance(value, Stored) and not _saves(value.dtype)

@@ -17,8 +17,8 @@ import torch
 
 from ftckpt import wiring
 from ftckpt.errors import ConfigError, Damaged, NotFound
-from ftckpt.flows.export import ExportReport
-from ftckpt.flows.export_hf import select
+from ftckpt.flows.export import ExportReport, leave_out
+from ftckpt.flows.export_hf import no_dtype, select
 from ftckpt.flows.hf_files import MAX_SHARD_BYTES, write_model
 from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.casting import FLOATS, check_target
@@ -174,6 +174,7 @@ def export_adapted(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     file_map: Mapping[str, str] | None = None,
+    unsupported: str = "error",
     progress: Callable[[str, int], None] | None = None,
 ) -> ExportReport:
     """As ``flows.export_hf.export_safetensors``, with an adapter that changes values too; one tensor at a time is in memory.
@@ -182,7 +183,7 @@ def export_adapted(
         adapter: its ``split`` is given each stored tensor, cast to ``dtype`` before.
 
     Raises:
-        ConfigError, Damaged: as there.
+        ConfigError, Unstorable, Damaged: as there.
     """
     began = time.monotonic()
     view = View(generation)
@@ -207,5 +208,8 @@ def export_adapted(
     names = Counter(i.name for i in items)
     if len(names) != len(items):
         raise ConfigError(f"the adapter gives the name {names.most_common(1)[0][0]} twice", now="nothing was written")
+    dropped = leave_out(no_dtype(items), unsupported)
+    items = [item for item in items if item.name not in dropped]
+    left_out |= dropped
     report = write_model(generation, out, items, state=state, max_shard_bytes=max_shard_bytes, file_map=file_map, progress=progress)
     return msgspec.structs.replace(report, seconds=time.monotonic() - began, cast=tuple(cast), tied=chosen.tied, left_out=left_out)
