@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from ftckpt.data.audit import Made, Use, read_audit
+from ftckpt.data.audit import read_audit
+from ftckpt.data.records import End, Made, Use
 from ftckpt.domain.ledger import Entry
 
 T = TypeVar("T")
@@ -152,6 +153,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     verified: tuple[Damage, ...] = ()
     uses: tuple[Use, ...] = ()
     made: tuple[Made, ...] = ()
+    ends: tuple[End, ...] = ()
     left: tuple[str, ...] = ()
     usage: tuple[Usage, ...] = ()
     foreign: tuple[str, ...] = ()
@@ -191,7 +193,7 @@ def store(folder: Path, e: Evidence) -> None:
 def load(folder: Path) -> Evidence:
     """Read a run's evidence again, so that it can be judged again."""
     run = msgspec.json.decode((folder / "run.json").read_bytes(), type=Run)
-    uses, made = read_audit(folder / "root" / run.job / "audit")
+    audit = read_audit(folder / "root" / run.job / "audit")
     foreign = folder / "foreign.json"
     return Evidence(
         run=run,
@@ -200,8 +202,9 @@ def load(folder: Path) -> Evidence:
         entries=tuple(read_lines(folder / "entries.jsonl", Entry)),
         happened=tuple(read_lines(folder / "happened.jsonl", Happened)),
         verified=tuple(read_lines(folder / "verified.jsonl", Damage)),
-        uses=tuple(uses),
-        made=tuple(made),
+        uses=tuple(audit.uses),
+        made=tuple(audit.made),
+        ends=tuple(audit.ends),
         left=tuple(msgspec.json.decode((folder / "left.json").read_bytes(), type=list[str])),
         usage=tuple(read_lines(folder / "usage.jsonl", Usage)),
         foreign=tuple(msgspec.json.decode(foreign.read_bytes(), type=list[str])) if foreign.exists() else (),

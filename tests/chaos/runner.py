@@ -305,14 +305,15 @@ class Runner:
                     verified.append(Damage(location=x.location, fault="; ".join(f"{f.file}: {f.fault}" for f in report.files if f.fault)))
         finally:
             store.close()
-        uses, made = read_audit(p.folder / "root" / p.job / "audit")
+        audit = read_audit(p.folder / "root" / p.job / "audit")
         run = Run(
             workload=p.workload, seed=self.seed, job=p.job, replicas=p.replicas, ranks=p.ranks, save_every=p.save_every, patience=self.patience,
             began=began, calm=calm, ended=time.time(), statuses=statuses, origin=genesis(p.job).h, log=p.log, cut_short=self._cut,
         )  # fmt: skip
         return Evidence(
             run=run, lines=tuple(read_history(self.job.history)), polls=tuple(self.polls), entries=tuple(entries), happened=tuple(self.happened),
-            verified=tuple(verified), uses=tuple(uses), made=tuple(made), left=tuple(left), usage=tuple(self.usage), foreign=self._foreign(),
+            verified=tuple(verified), uses=tuple(audit.uses), made=tuple(audit.made), ends=tuple(audit.ends), left=tuple(left),
+            usage=tuple(self.usage), foreign=self._foreign(),
         )  # fmt: skip
 
     def _foreign(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from chaos.checkers import ending, log, states
 from chaos.checkers.judges import CHECKERS, judge
 from chaos.checkers.verdicts import Checker, Verdict, overall
 from chaos.evidence import Damage, Evidence, Happened, Line, Poll, Run, Usage, load, store
-from ftckpt.data.audit import Made, Use
+from ftckpt.data.records import Made, Use
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, genesis

@@ -64,12 +64,12 @@ def audit_of(folder: Path, lines: list[Line]) -> Evidence:
         entries = tuple(log.entries())
     finally:
         log.close()
-    uses, made = read_audit(folder / "root" / "chaos" / "audit")
+    audit = read_audit(folder / "root" / "chaos" / "audit")
     run = Run(
         workload="solo", seed=0, job="chaos", replicas=1, ranks=1, save_every=4, patience=1, began=0, calm=0, ended=1, statuses={},
         origin=genesis("chaos").h, log="sqlite",
     )  # fmt: skip
-    return Evidence(run=run, lines=tuple(lines), entries=entries, uses=tuple(uses), made=tuple(made))
+    return Evidence(run=run, lines=tuple(lines), entries=entries, uses=tuple(audit.uses), made=tuple(audit.made), ends=tuple(audit.ends))
 
 
 @pytest.mark.slow

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftckpt.cli import common
-from ftckpt.errors import DataError, NotFound
+from ftckpt.domain.names import member_id
+from ftckpt.errors import Damaged, DataError, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from ftckpt.data.judging import AuditReport, EpochAudit
+    from ftckpt.data.epochs import EpochAudit
+    from ftckpt.data.judging import AuditReport
+    from ftckpt.data.records import Fault, Records
     from ftckpt.domain.ledger import Entry
 
 SHOWN = 8  # ranges in a cell of the table
@@ -32,6 +35,9 @@ def audit(
     generation: Annotated[str | None, typer.Option("--generation", help="Index or directory name.", show_default=False)] = None,
     per_replica: Annotated[bool, typer.Option("--per-replica", help="Judge each replica's share by itself: loaders of their own.")] = False,
     samples: Annotated[int | None, typer.Option("--samples", help="An epoch is the ids 0 to N-1.", show_default=False, min=1)] = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Status 15 too while an epoch is in progress: for a job that has ended.")
+    ] = False,
     folder: Annotated[Path | None, typer.Option("--folder", help="Where the records are, if not in the root.", show_default=False)] = None,
     root: common.Root = None,
     log: common.Log = None,
@@ -39,10 +45,8 @@ def audit(
     timeout: common.Timeout = None,
     json: common.Json = False,
 ) -> None:
-    """Judge what trainers recorded, along the trajectory of the newest entry (or another); exit status 15 unless it is exact."""
+    """Judge what trainers recorded, along the trajectory of the newest entry (or another); exit status 15 unless it is shown to be exact."""
     from ftckpt.data.audit import FOLDER, read_audit, replica_names
-    from ftckpt.data.judging import judge_audit, judge_each
-    from ftckpt.domain.trajectory import genesis
     from ftckpt.wiring import root_path
 
     common.one_of(step=step, generation=generation)
@@ -54,29 +58,65 @@ def audit(
         given = parts.settings
         base = root_path(given.root) or Path(given.state_dir or given.runtime_dir)
     folder = folder or base / job / FOLDER
-    uses, made = read_audit(folder)
-    if not made:
-        raise NotFound(f"{folder} has no records", now="nothing can be said of job " + job, todo="train with batches(ids=…) or audit=True")
-    origin = genesis(job).h
-    reports: dict[str, AuditReport]
-    if per_replica:
-        names = replica_names(folder)
-        found = judge_each(uses, made, entry.trajectory, origin)
-        reports = {names.get(member, f"member-{member}"): report for member, report in found.items()}
-    else:
-        reports = {"": judge_audit(uses, made, entry.trajectory, origin, range(samples or 0))}
-    exact = all(report.exact for report in reports.values())
+    records = read_audit(folder)
+    if not records.made:
+        what = f"{folder} has no records" + (f" that can be read: {_fault(records.faults[0])}" if records.faults else "")
+        raise (Damaged if records.faults else NotFound)(
+            what, now="nothing can be said of job " + job, todo="train with batches(ids=…) or audit=True"
+        )
+    names = {member_id(p.replica): p.replica for p in entry.participants or ()} | replica_names(folder)
+    reports = _judged(records, entry, job, range(samples or 0), names if per_replica else None)
+    verdict = worst(r.verdict for r in reports.values())
+    over = verdict == "exact" and all(r.complete or r.verdict == "nothing" for r in reports.values())
+    why, notes = _why(reports, names), _notes(reports, records.faults)
     if json:
-        plain = {name or "job": {"exact": r.exact, **{f: getattr(r, f) for f in r.__struct_fields__}} for name, r in reports.items()}
-        common.print_json({"exact": exact, "index": entry.index, "step": entry.step, "reports": plain})
+        plain = {
+            name or "job": {
+                "verdict": r.verdict,
+                "exact": r.exact,
+                "complete": r.complete,
+                **{f: getattr(r, f) for f in r.__struct_fields__},
+            }
+            for name, r in reports.items()
+        }
+        common.print_json(
+            {
+                "verdict": verdict, "exact": verdict == "exact", "complete": over, "index": entry.index, "step": entry.step,
+                "why": why, "notes": notes, "faults": records.faults, "reports": plain,
+            }
+        )  # fmt: skip
     else:
-        _print(entry, reports, told=samples is not None)
-    if not exact:
+        _print(entry, reports, why, notes)
+    if verdict == "nothing":
+        raise NotFound(f"job {job!r} at step {entry.step}: there is nothing to judge: {'; '.join(why)}", now="nothing was changed")
+    if verdict != "exact" or (complete and not over):
+        found = (
+            "not every sample was consumed exactly once"
+            if verdict == "wrong"
+            else "that every sample was consumed exactly once is not shown"
+        )
         raise DataError(
-            f"job {job!r} at step {entry.step}: not every sample was consumed exactly once: {_why(reports)}",
+            f"job {job!r} at step {entry.step}: {found}: {'; '.join(why)}",
             now="nothing was changed",
             todo="see the ranges; --per-replica judges loaders whose epochs do not begin together",
         )
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    """That of several reports."""
+    found = set(verdicts)
+    return next((v for v in ("wrong", "unproven", "exact") if v in found), "nothing")
+
+
+def _judged(records: Records, entry: Entry, job: str, ids: range, names: Mapping[int, str] | None) -> dict[str, AuditReport]:
+    """One report of all, or with names one of each replica."""
+    from ftckpt.data.judging import judge_audit, judge_each
+    from ftckpt.domain.trajectory import genesis
+
+    given = (records.uses, records.made, entry.trajectory, genesis(job).h)
+    if names is None:
+        return {"": judge_audit(*given, ids, ends=records.ends)}
+    return {names.get(member, f"member-{member}"): report for member, report in judge_each(*given, ends=records.ends).items()}
 
 
 def _entry(parts: common.Parts, job: str, step: int | None, generation: str | None) -> Entry:
@@ -90,56 +130,103 @@ def _entry(parts: common.Parts, job: str, step: int | None, generation: str | No
     return entry
 
 
-def _why(reports: Mapping[str, AuditReport]) -> str:
-    from ftckpt.data.judging import amount
+def _why(reports: Mapping[str, AuditReport], names: Mapping[int, str]) -> list[str]:
+    """What the verdict rests on."""
+    from ftckpt.data.epochs import amount, ranges
 
     said = []
     for name, r in reports.items():
         of = f"{name}: " if name else ""
+        if r.verdict == "nothing":
+            said.append(f"{of}no step used samples")
         if not r.whole:
-            said.append(f"{of}the records reach back to step {r.since} only")
+            to = "do not lead to this state" if r.since is None else f"reach back to step {r.since} only"
+            said.append(f"{of}the records {to}")
         if r.unrecorded:
-            said.append(
-                f"{of}{common.count(len(r.unrecorded), 'contribution was', 'contributions were')} not recorded (the first at step {r.unrecorded[0][0]})"
-            )
+            step, member = r.unrecorded[0]
+            number = common.count(len(r.unrecorded), "contribution was", "contributions were")
+            said.append(f"{of}{number} not recorded in full (the first at step {step}, of {names.get(member, f'member-{member}')})")
         for e in r.epochs:
             if e.repeated:
-                said.append(f"{of}epoch {e.epoch}: {amount(e.repeated)} repeated")
+                said.append(f"{of}epoch {e.epoch}: {amount(e.repeated)} repeated{_listed(e.repeated)}")
             if e.unknown:
                 said.append(f"{of}epoch {e.epoch}: {amount(e.unknown)} with ids that an epoch does not have{_listed(e.unknown)}")
-            if e.over and e.missing:
-                said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} missing")
-    return "; ".join(said)
+            if e.missing:
+                said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} missing{_listed(e.missing)}")
+            elif e.state == "wrong" and not (e.repeated or e.unknown):
+                said.append(f"{of}epoch {e.epoch} is over after {e.draws} of the {e.of_draws} draws that its loader has")
+        if complete := ranges(e.epoch for e in r.epochs if e.state == "complete"):
+            which = "epoch" if amount(complete) == 1 else "epochs"
+            said.append(f"{of}{which} {_text(complete)} complete, each sample exactly once")
+        said += [f"{of}epoch {e.epoch} in progress, {_far(e)}, none twice" for e in r.epochs if e.state == "in progress"]
+    return said
 
 
-def _print(entry: Entry, reports: Mapping[str, AuditReport], *, told: bool) -> None:
-    from ftckpt.data.judging import amount
+def _notes(reports: Mapping[str, AuditReport], faults: Iterable[Fault]) -> list[str]:
+    """What is worth saying besides, and decides nothing by itself."""
+    said = [_fault(f) for f in faults]
+    for name, r in reports.items():
+        of = f"{name}: " if name else ""
+        if r.idle:
+            said.append(f"{of}{common.count(r.idle, 'step')} without data")
+        if r.after:
+            said.append(f"{of}{common.count(len(r.after), 'draw')} of steps after this state, not judged here")
+        if r.unplaced:
+            said.append(f"{of}{common.count(len(r.unplaced), 'draw')} of steps of which the records do not say what became of them")
+    return said
+
+
+def _fault(f: Fault) -> str:
+    how = "the end is cut off: its writer died, or is writing now" if f.torn else "damaged"
+    return f"{f.file}: {common.count(f.size, 'byte')} from byte {f.at} on are no records ({how})"
+
+
+def _print(entry: Entry, reports: Mapping[str, AuditReport], why: list[str], notes: list[str]) -> None:
+    from ftckpt.data.epochs import amount
 
     columns = ["epoch", "consumed once", "repeated", "missing", "orphaned", ""]
     table = common.table(*(["replica"] if "" not in reports else []), *columns, right=("epoch",))
     for name, r in reports.items():
         for e in r.epochs:
             cells = [f"{amount(part)}{_listed(part)}" for part in (e.once, e.repeated, e.missing, e.orphaned)]
-            table.add_row(*([name] if name else []), str(e.epoch), *cells, _remark(e, told or e.epoch > min(x.epoch for x in r.epochs)))
+            table.add_row(*([name] if name else []), str(e.epoch), *cells, _remark(e))
     out = common.console()
     out.print(table, markup=False)
+    for note in notes:
+        out.print(note, markup=False)
     steps = max((r.steps for r in reports.values()), default=0)
-    out.print(
-        f"step {entry.step} (#{entry.index}): {common.count(steps, 'step')} with samples judged, {_why(reports) or 'each sample exactly once'}",
-        markup=False,
-    )
+    out.print(f"step {entry.step} (#{entry.index}): {common.count(steps, 'step')} with samples judged: {'; '.join(why)}", markup=False)
 
 
-def _remark(e: EpochAudit, known: bool) -> str:
-    """What the newest epoch lacks; ``known``: its samples are told, or those of an epoch before it."""
-    if e.over:
-        return ""
-    return "not over" if e.missing else "complete" if known else "maybe not over: --samples tells what an epoch has"
+def _remark(e: EpochAudit) -> str:
+    """How far it is, and what it does not hand out as others do."""
+    from ftckpt.data.epochs import amount
+
+    said = [f"in progress, {_far(e)}" if e.state == "in progress" else e.state]
+    if e.left:
+        said.append(f"{amount(e.left)} left out on purpose{_listed(e.left)}")
+    if e.padded:
+        said.append(f"{amount(e.padded)} repeated on purpose{_listed(e.padded)}")
+    return "; ".join(said)
+
+
+def _far(e: EpochAudit) -> str:
+    """How much of an epoch was consumed."""
+    from ftckpt.data.epochs import amount
+
+    got = amount(e.once) + amount(e.repeated) + amount(e.padded)
+    if e.samples is not None:
+        return f"{got} of {e.samples} samples so far"
+    if e.of_draws is not None:
+        return f"{e.draws} of {e.of_draws} draws so far"
+    return f"{common.count(got, 'sample')} so far (how many it has is not known)"
 
 
 def _listed(ranges: tuple[tuple[int, int], ...]) -> str:
-    """Ranges for people, the first few."""
-    if not ranges:
-        return ""
+    """Ranges for people, the first few, in brackets."""
+    return f" ({_text(ranges)})" if ranges else ""
+
+
+def _text(ranges: tuple[tuple[int, int], ...]) -> str:
     some = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges[:SHOWN])
-    return f" ({some}{', …' if len(ranges) > SHOWN else ''})"
+    return f"{some}{', …' if len(ranges) > SHOWN else ''}"

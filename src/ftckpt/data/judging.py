@@ -1,159 +1,185 @@
-"""Whether each sample was consumed exactly once along a trajectory, judged from the records of ``audit``. Pure."""
+"""Whether each sample was consumed exactly once along a trajectory, judged from the records of ``audit``. Pure.
+
+Nothing is said that the records do not prove: an epoch is over only where its loader said so, began another one or has handed out all
+that it was told to have; and where records lack, nothing is called missing.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
-from ftckpt.data.audit import Made, Use
+from ftckpt.data.epochs import EpochAudit, Seen, judge_epoch, lost, stream_of
+from ftckpt.data.records import End, Made, Use
 
-
-class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
-    """One epoch along the trajectory; sample ids as ranges (first, last), both included.
-
-    Args:
-        once: consumed exactly once. ``repeated``: more than once. ``missing``: not at all (of those that are known to exist).
-        over: a later epoch has begun, so that nothing may be missing.
-        orphaned: used in steps off this trajectory and not consumed on it: lost work that is to be done again.
-        unknown: consumed, and not among the ids that were told.
-    """
-
-    epoch: int
-    once: tuple[tuple[int, int], ...]
-    repeated: tuple[tuple[int, int], ...]
-    missing: tuple[tuple[int, int], ...]
-    over: bool
-    orphaned: tuple[tuple[int, int], ...] = ()
-    unknown: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def exact(self) -> bool:
-        """Each sample once (so far, if the epoch is not over)."""
-        return not self.repeated and not self.unknown and not (self.over and self.missing)
+Verdict = Literal["exact", "wrong", "unproven", "nothing"]
+Attempt = tuple[str, int, int]  # hash before, member, nonce
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the records say of the trajectory that leads to one state.
 
     Args:
-        steps: committed steps with samples, judged.
+        steps: committed steps with samples, judged. ``idle``: committed steps that used no data.
         whole: the records reach back to the job's beginning; else nothing is known of what came before step ``since``.
-        since: step of the earliest state that the records reach.
+        since: step of the earliest state that the records reach; None: they do not lead to this state at all.
         epochs: per epoch.
-        unrecorded: (step, member) of contributions that no use was recorded for.
+        unrecorded: (step, member) of contributions of which not all was recorded.
         orphaned: uses off this trajectory whose samples were not consumed on it either, as (member, ordinal): lost work
             that is to be done again, or is being done.
+        after: uses in steps after this state, as (member, ordinal): not judged here.
+        unplaced: uses of which the records do not say where they belong, as (member, ordinal).
     """
 
     steps: int
+    idle: int = 0
     whole: bool
-    since: int
+    since: int | None
     epochs: tuple[EpochAudit, ...]
     unrecorded: tuple[tuple[int, int], ...]
     orphaned: tuple[tuple[int, int], ...]
+    after: tuple[tuple[int, int], ...] = ()
+    unplaced: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst that is proven: samples repeated, missing or unknown; else that records lack, or that no step used data."""
+        if any(e.state == "wrong" for e in self.epochs):
+            return "wrong"
+        if self.unrecorded or not self.whole:
+            return "unproven"
+        return "exact" if self.steps else "nothing"
 
     @property
     def exact(self) -> bool:
-        """Exactly once, whole epochs through, from the beginning."""
-        return self.whole and not self.unrecorded and all(e.exact for e in self.epochs)
+        """Each sample exactly once from the beginning, as far as the epochs have come."""
+        return self.verdict == "exact"
+
+    @property
+    def complete(self) -> bool:
+        """It is exact, and no epoch is in progress."""
+        return self.exact and all(e.state == "complete" for e in self.epochs)
 
 
-def judge_audit(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: str, ids: Iterable[int] = ()) -> AuditReport:
+def judge_audit(
+    uses: Iterable[Use],
+    made: Iterable[Made],
+    newest: str,
+    origin: str,
+    ids: Iterable[int] = (),
+    *,
+    ends: Iterable[End] = (),
+    owner: int | None = None,
+) -> AuditReport:
     """Judge what was consumed along the trajectory that leads to a state. Pure.
 
     Args:
-        uses, made: records of all replicas, in any order.
+        uses, made, ends: records of all replicas, in any order.
         newest: hash of the state.
         origin: hash of the untrained state (``domain.trajectory.genesis(job).h``).
-        ids: all sample ids of an epoch; by default those that occur in any record.
+        ids: all sample ids of an epoch; by default those of the shared order, else those that occur in any record.
+        owner: judge only what the loader of this member handed out, to whomever.
     """
-    uses, told = list(uses), set(ids)
-    chain = _chain(made, newest)
-    by_attempt: dict[tuple[str, int, int], list[Use]] = {}
+    uses, links = list(uses), {link.after: link for link in made}
+    chain = _chain(links, newest)
+    attempts: dict[Attempt, list[Use]] = {}
     for use in uses:
-        by_attempt.setdefault((use.before, use.member, use.nonce), []).append(use)
-    consumed: dict[int, Counter[int]] = {}
-    included: set[tuple[str, int, int]] = set()
-    unrecorded = []
+        attempts.setdefault((use.before, use.member, use.nonce), []).append(use)
+    mine = [u for u in uses if owner is None or stream_of(u)[0] == owner]
+    drawers = None if owner is None else {owner, *(u.member for u in mine)}
+
+    consumed: list[Use] = []
+    drawn: set[tuple[int, int, int]] = set()
+    included: set[Attempt] = set()
+    unrecorded, steps, idle = [], 0, 0
     for link in chain:
+        used = lacks = told = False
         for member, nonce in link.parts:
             included.add((link.before, member, nonce))
-            found = {(u.rank, u.ordinal, u.epoch): u for u in by_attempt.get((link.before, member, nonce), [])}
-            if not found:
+            found = set(attempts.get((link.before, member, nonce), []))
+            drawn.update((u.member, u.rank, u.ordinal) for u in found)
+            if drawers is not None and member not in drawers:
+                continue
+            told = True
+            if not _whole(found):
+                lacks = True
                 unrecorded.append((link.step, member))
-            for use in found.values():
-                consumed.setdefault(use.epoch, Counter()).update(use.ids)
-    everything = told or {i for use in uses for i in use.ids}
-    lost: dict[int, set[int]] = {}
-    orphaned = set()
-    for use in (u for key, group in by_attempt.items() if key not in included for u in group):
-        if gone := set(use.ids) - consumed.get(use.epoch, Counter()).keys():
-            orphaned.add((use.member, use.ordinal))
-            lost.setdefault(use.epoch, set()).update(gone)
+            of_it = [u for u in found if u.ordinal and (owner is None or stream_of(u)[0] == owner)]
+            consumed += of_it
+            used = used or bool(of_it)
+        steps, idle = steps + used, idle + (told and not used and not lacks)
+
+    place = _Places(links, chain, newest)
+    places: dict[str, list[Use]] = {"off": [], "after": [], "unplaced": []}
+    for use in mine:
+        if use.ordinal and (use.before, use.member, use.nonce) not in included:
+            places[place.of(use.before)].append(use)
+    whole = (chain[0].before if chain else newest) == origin
+    seen = Seen(consumed, mine, tuple(ids), [e for e in set(ends) if place.on(e.at)], drawn, lacking=bool(unrecorded) or not whole)
+    gone = lost(places["off"], consumed)
+    numbers = sorted({u.epoch for u in consumed} | {u.epoch for u in gone})
     return AuditReport(
-        steps=sum(1 for link in chain if link.parts),
-        whole=(chain[0].before if chain else newest) == origin,
-        since=(chain[0].step - bool(chain[0].parts)) if chain else 0,
-        epochs=tuple(
-            _epoch(e, consumed.get(e, Counter()), everything, e < max(consumed, default=0), lost.get(e, set()))
-            for e in sorted({*consumed, *lost})
-        ),
+        steps=steps,
+        idle=idle,
+        whole=whole,
+        since=(chain[0].step - bool(chain[0].parts)) if chain else 0 if whole else None,
+        epochs=tuple(judge_epoch(n, seen, gone) for n in numbers),
         unrecorded=tuple(unrecorded),
-        orphaned=tuple(sorted(orphaned)),
+        orphaned=tuple(sorted({(u.member, u.ordinal) for u in gone})),
+        after=tuple(sorted({(u.member, u.ordinal) for u in places["after"]})),
+        unplaced=tuple(sorted({(u.member, u.ordinal) for u in places["unplaced"]})),
     )
 
 
-def judge_each(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: str) -> dict[int, AuditReport]:
-    """Judge each replica by itself, by its number: for loaders of their own, whose epochs do not begin together.
+def judge_each(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: str, *, ends: Iterable[End] = ()) -> dict[int, AuditReport]:
+    """Judge each replica's loader by itself, by its number: for loaders of their own, whose epochs do not begin together.
 
     Args:
-        uses, made, newest, origin: as for ``judge_audit``.
+        uses, made, newest, origin, ends: as for ``judge_audit``.
     """
-    uses, made = list(uses), list(made)
-    members = sorted({u.member for u in uses} | {member for link in made for member, _ in link.parts})
-
-    def alone(member: int) -> AuditReport:
-        links = [msgspec.structs.replace(m, parts=tuple(p for p in m.parts if p[0] == member)) for m in made]
-        return judge_audit([u for u in uses if u.member == member], links, newest, origin)
-
-    return {member: alone(member) for member in members}
+    uses, made, ends = list(uses), list(made), list(ends)
+    members = {stream_of(u)[0] for u in uses if u.ordinal} | {member for link in made for member, _ in link.parts}
+    return {member: judge_audit(uses, made, newest, origin, ends=ends, owner=member) for member in sorted(members)}
 
 
-def ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers as ranges (first, last), both included."""
-    out: list[tuple[int, int]] = []
-    for n in sorted(numbers):
-        if out and n == out[-1][1] + 1:
-            out[-1] = (out[-1][0], n)
-        else:
-            out.append((n, n))
-    return tuple(out)
+class _Places:
+    """Where states stand to a chain."""
+
+    def __init__(self, links: dict[str, Made], chain: Sequence[Made], newest: str) -> None:
+        self._links, self._newest = links, newest
+        self._past = {link.before for link in chain} - {newest}
+        self._known: dict[str, str] = {}
+
+    def on(self, h: str) -> bool:
+        """Whether it is one of the chain's."""
+        return h == self._newest or h in self._past
+
+    def of(self, h: str) -> str:
+        """Of a step that begins at that state and is none of the chain's: "after" its end, "off" it, or "unplaced"."""
+        way: dict[str, None] = {}
+        while h not in self._known and not self.on(h) and h not in way and (link := self._links.get(h)) is not None:
+            way[h] = None
+            h = link.before
+        where = self._known.get(h) or ("after" if h == self._newest else "off" if h in self._past else "unplaced")
+        self._known |= dict.fromkeys(way, where)
+        return where
 
 
-def amount(of: Iterable[tuple[int, int]]) -> int:
-    """How many numbers ranges hold."""
-    return sum(last - first + 1 for first, last in of)
-
-
-def _chain(made: Iterable[Made], newest: str) -> list[Made]:
+def _chain(links: dict[str, Made], newest: str) -> list[Made]:
     """The links that lead to a state, oldest first."""
-    by_after = {link.after: link for link in made}
-    chain: list[Made] = []
-    while (link := by_after.pop(newest, None)) is not None:
+    chain, rest = list[Made](), dict(links)
+    while (link := rest.pop(newest, None)) is not None:
         chain.append(link)
         newest = link.before
     return chain[::-1]
 
 
-def _epoch(epoch: int, counts: Counter[int], everything: set[int], over: bool, lost: set[int]) -> EpochAudit:
-    return EpochAudit(
-        epoch=epoch,
-        once=ranges(i for i, n in counts.items() if n == 1),
-        repeated=ranges(i for i, n in counts.items() if n > 1),
-        missing=ranges(everything - counts.keys()),
-        over=over,
-        orphaned=ranges(lost),
-        unknown=ranges(counts.keys() - everything),
-    )
+def _whole(found: set[Use]) -> bool:
+    """Whether these are all records of a contribution: from each rank, and of each as many as it wrote."""
+    ranks: dict[int, list[Use]] = {}
+    for use in found:
+        ranks.setdefault(use.rank, []).append(use)
+    told = max((u.ranks for u in found), default=1)
+    return bool(found) and len(ranks) >= told and all(len(group) >= max(u.records for u in group) for group in ranks.values())

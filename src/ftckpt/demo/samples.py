@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from ftckpt.data.audit import FOLDER, read_audit
-from ftckpt.data.judging import amount, judge_each
+from ftckpt.data.epochs import amount
+from ftckpt.data.judging import judge_each
 from ftckpt.demo.scenario import JOB, Scenario
 from ftckpt.domain.trajectory import genesis
 
@@ -19,7 +20,8 @@ class SampleCount(msgspec.Struct, frozen=True, kw_only=True):
         skipped: passed over in an epoch that is over.
         steps: committed steps that were judged.
         whole: the records reach back to the beginning.
-        unrecorded: contributions that nothing was recorded for.
+        unrecorded: contributions of which not all was recorded.
+        proven: the audit finds nothing wrong and nothing lacking.
     """
 
     consumed: int
@@ -28,24 +30,26 @@ class SampleCount(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     whole: bool
     unrecorded: int
+    proven: bool
 
     @property
     def exact(self) -> bool:
         """Exactly once, and nothing is unknown."""
-        return self.whole and self.consumed > 0 and not (self.repeated or self.skipped or self.unrecorded)
+        return self.proven and self.consumed > 0
 
 
 def count_samples(s: Scenario) -> SampleCount:
     """Judge each replica's own share along the trajectory of the newest generation."""
-    uses, made = read_audit(s.plan.folder / "root" / JOB / FOLDER)
+    found = read_audit(s.plan.folder / "root" / JOB / FOLDER)
     tail = max(s.entries(fresh=True), key=lambda e: e.index)
-    reports = list(judge_each(uses, made, tail.trajectory, genesis(JOB).h).values())
+    reports = list(judge_each(found.uses, found.made, tail.trajectory, genesis(JOB).h, ends=found.ends).values())
     epochs = [e for report in reports for e in report.epochs]
     return SampleCount(
         consumed=sum(amount(e.once) + amount(e.repeated) for e in epochs),
         repeated=sum(amount(e.repeated) for e in epochs),
-        skipped=sum(amount(e.missing) for e in epochs if e.over),
+        skipped=sum(amount(e.missing) for e in epochs),
         steps=max((report.steps for report in reports), default=0),
         whole=all(report.whole for report in reports),
         unrecorded=sum(len(report.unrecorded) for report in reports),
+        proven=all(report.verdict in ("exact", "nothing") for report in reports),
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import median
 
-import msgspec
-
 from chaos.checkers.verdicts import Verdict, unknown, verdict
 from chaos.evidence import Evidence, Usage
 from chaos.nemeses.schedule import KINDS
@@ -24,17 +22,18 @@ def audit(e: Evidence) -> Verdict:
     tail = max(generations, key=lambda x: x.index)
     problems, seen = [], 0
     for member in sorted({u.member for u in e.uses}):
-        links = [msgspec.structs.replace(m, parts=tuple(p for p in m.parts if p[0] == member)) for m in e.made]
-        report = judge_audit([u for u in e.uses if u.member == member], links, tail.trajectory, e.run.origin)
+        report = judge_audit(e.uses, e.made, tail.trajectory, e.run.origin, ends=e.ends, owner=member)
         if not report.whole:
             problems.append(f"member {member}: the records reach back to step {report.since} only")
         problems += [f"member {member}: nothing was recorded for its part in step {step}" for step, _ in report.unrecorded]
         for epoch in report.epochs:
-            seen += sum(b - a + 1 for a, b in (*epoch.once, *epoch.repeated))
+            seen += sum(b - a + 1 for a, b in (*epoch.once, *epoch.repeated, *epoch.padded))
             if epoch.repeated:
                 problems.append(f"member {member}, epoch {epoch.epoch}: consumed more than once: {epoch.repeated[:5]}")
-            if epoch.over and epoch.missing:
+            if epoch.missing:
                 problems.append(f"member {member}, epoch {epoch.epoch}: skipped: {epoch.missing[:5]}")
+            elif epoch.state == "wrong" and not epoch.repeated:
+                problems.append(f"member {member}, epoch {epoch.epoch}: {epoch.draws} of {epoch.of_draws} draws, or ids of none")
     return verdict("audit", problems, seen)
 
 

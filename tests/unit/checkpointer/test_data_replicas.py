@@ -38,12 +38,14 @@ def job(tmp_path: Path) -> Iterator[Callable[..., DataJob]]:
 
 def chain(job: DataJob, newest: str) -> list[tuple[int, set[int]]]:
     """The steps that lead to a state, with the samples that went into each."""
-    uses, made = read_audit(job.root / "data" / "audit")
-    by_after = {m.after: m for m in made}
+    audit = read_audit(job.root / "data" / "audit")
+    by_after = {m.after: m for m in audit.made}
     steps = []
     while (link := by_after.get(newest)) is not None:
         if link.parts:
-            steps.append((link.step, {i for u in uses if u.before == link.before and (u.member, u.nonce) in link.parts for i in u.ids}))
+            steps.append(
+                (link.step, {i for u in audit.uses if u.before == link.before and (u.member, u.nonce) in link.parts for i in u.ids})
+            )
         newest = link.before
     return steps[::-1]
 

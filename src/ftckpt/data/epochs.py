@@ -1,0 +1,213 @@
+"""One epoch of an audit: what was consumed of what its loaders were meant to hand out. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Literal
+
+import msgspec
+
+from ftckpt.data.records import SHARED, End, Plan, Use
+from ftckpt.domain.names import member_id
+
+Ranges = tuple[tuple[int, int], ...]
+Stream = tuple[int, int]  # whose loader, and which part of it
+ORDER: Stream = (0, 0)  # the shared one
+NO_PLAN = Plan()
+
+
+class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
+    """One epoch along the trajectory; sample ids as ranges (first, last), both included.
+
+    Args:
+        state: "complete": over, and each sample that it was meant to hand out was consumed once. "in progress": not known to be over,
+            and exact so far. "wrong": samples were repeated, or are missing or unknown. "unproven": records lack.
+        once: consumed exactly once. ``repeated``: more often than was meant.
+        missing: not consumed though the epoch is over; those that are known to exist. ``ahead``: not consumed so far.
+        left: left out on purpose (``drop_last``). ``padded``: consumed more than once on purpose.
+        orphaned: used in steps off this trajectory and not consumed on it: lost work that is to be done again.
+        unknown: consumed, and not among the ids that an epoch has.
+        over: each loader that is known of is known to be through with it.
+        samples: that the epoch has, if that is known. ``draws``, ``of_draws``: consumed, and how many there are if that is known.
+    """
+
+    epoch: int
+    state: Literal["complete", "in progress", "wrong", "unproven"]
+    once: Ranges
+    repeated: Ranges
+    missing: Ranges
+    ahead: Ranges = ()
+    left: Ranges = ()
+    padded: Ranges = ()
+    orphaned: Ranges = ()
+    unknown: Ranges = ()
+    over: bool
+    samples: int | None = None
+    draws: int = 0
+    of_draws: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Each sample once (so far, if the epoch is not over)."""
+        return self.state in ("complete", "in progress")
+
+
+class Seen:
+    """All that the judgement of an epoch goes by.
+
+    Args:
+        consumed: uses along the trajectory; ``uses``: all of them.
+        ids: of an epoch, if told.
+        ends: along the trajectory.
+        lacking: records lack.
+        drawn: draws along the trajectory, as (member, rank, ordinal); of other loaders too.
+    """
+
+    def __init__(
+        self,
+        consumed: Iterable[Use],
+        uses: Collection[Use],
+        ids: Iterable[int],
+        ends: Iterable[End],
+        drawn: Collection[tuple[int, int, int]],
+        *,
+        lacking: bool,
+    ) -> None:
+        self.lacking = lacking
+        self.by_epoch: dict[int, dict[Stream, list[Use]]] = {}
+        self.newest: dict[Stream, int] = {stream_of(u): -1 for u in uses if u.ordinal}  # that it has come to along the trajectory
+        for u in consumed:
+            stream = stream_of(u)
+            self.by_epoch.setdefault(u.epoch, {}).setdefault(stream, []).append(u)
+            self.newest[stream] = max(u.epoch, self.newest[stream])
+        self.shared = bool(self.newest) and set(self.newest) == {ORDER}
+        self.ended: dict[Stream, int] = {}
+        self.left: dict[int, set[int]] = {}
+        for end in ends:
+            stream = _stream(end.loader, end.member, end.part, end.rank)
+            if stream in self.newest and (stream == ORDER or not end.ordinal or (end.member, end.rank, end.ordinal) in drawn):
+                self.ended[stream] = max(end.epoch, self.ended.get(stream, -1))
+                for epoch, passed in end.left:
+                    self.left.setdefault(epoch, set()).update(passed)
+        self.told, self._every = frozenset(ids), frozenset(i for u in uses for i in (*u.ids, *u.left))
+
+    def samples(self, epoch: int) -> tuple[frozenset[int], bool]:
+        """Ids that an epoch has, and whether those are all."""
+        if self.told:
+            return self.told, True
+        of = {(u.plan or NO_PLAN).of for u in self.by_epoch.get(epoch, {}).get(ORDER, [])}
+        if self.shared and len(of) == 1 and (length := of.pop()) is not None:
+            return frozenset(range(length)), True
+        return self._every, False
+
+
+def judge_epoch(epoch: int, seen: Seen, gone: Iterable[Use]) -> EpochAudit:
+    """Judge one epoch.
+
+    Args:
+        gone: uses of lost work, of all epochs (``lost``).
+    """
+    uses = seen.by_epoch.get(epoch, {})
+    streams = {stream: _part(stream, uses.get(stream, [])) for stream in seen.newest}
+    counts = Counter(i for part in streams.values() for i in part.ids)
+    every, known = seen.samples(epoch)
+    passed = seen.left.get(epoch, set()).union(*(u.left for group in uses.values() for u in group)) - counts.keys()
+    lacks = every - counts.keys() - passed
+    ends = {s: max(seen.ended.get(s, -1), seen.newest[s] - 1) >= epoch for s in streams}
+    over = bool(streams) and all(ends[s] or (part.full if part.of is not None else known and not lacks) for s, part in streams.items())
+    short = any(ends[s] and not part.full and part.of is not None for s, part in streams.items())
+
+    repeated = {i for i, n in counts.items() if n > 1}
+    meant = sum(part.doubled for part in streams.values())
+    padded = repeated if sum(counts[i] - 1 for i in repeated) <= meant else set()
+    room = [part.left for part in streams.values()]
+    given = not known and repeated == padded and all(part.full for part in streams.values())  # other epochs had other samples
+    if over and (given or None in room or len(lacks) <= sum(n or 0 for n in room)):
+        passed, lacks = passed | lacks, frozenset()
+    unknown = counts.keys() - every
+    missing = lacks if over and not seen.lacking else set()
+    wrong = bool(repeated - padded or unknown or missing or (short and not seen.lacking))
+    draws = [part.of for part in streams.values()]
+    return EpochAudit(
+        epoch=epoch,
+        state="wrong" if wrong else "unproven" if seen.lacking else "complete" if over else "in progress",
+        once=ranges(i for i, n in counts.items() if n == 1),
+        repeated=ranges(repeated - padded),
+        missing=ranges(missing),
+        ahead=ranges(lacks - missing),
+        left=ranges(passed),
+        padded=ranges(padded),
+        orphaned=ranges({i for u in gone if u.epoch == epoch for i in u.ids} - counts.keys()),
+        unknown=ranges(unknown),
+        over=over,
+        samples=len(every) if known else None,
+        draws=sum(part.draws for part in streams.values()),
+        of_draws=None if None in draws or seen.shared else sum(n or 0 for n in draws),
+    )
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What one loader, or one part of it, gave for an epoch, and was meant to."""
+
+    ids: tuple[int, ...]
+    draws: int
+    of: int | None
+    left: int | None
+    doubled: int
+
+    @property
+    def full(self) -> bool:
+        """As many draws as were meant."""
+        return self.draws == self.of
+
+
+def _part(stream: Stream, uses: list[Use]) -> _Part:
+    """Ranks that take the same samples count once."""
+    draws: dict[tuple[object, ...], Use] = {}
+    for use in uses:
+        draws[use.before, use.member, use.nonce, use.ordinal, (use.plan or NO_PLAN).part, use.ids] = use
+    plans = {u.plan or NO_PLAN for u in uses}
+    of = {plan.of for plan in plans}
+    left = [plan.left for plan in plans]
+    return _Part(
+        ids=tuple(i for u in draws.values() for i in u.ids),
+        draws=len({key[:4] for key in draws}),
+        of=of.pop() if len(of) == 1 and stream != ORDER else None,
+        left=None if None in left else max((n or 0 for n in left), default=0),
+        doubled=max((plan.doubled for plan in plans), default=0),
+    )
+
+
+def lost(off: Iterable[Use], consumed: Iterable[Use]) -> list[Use]:
+    """Of uses off the trajectory those that have samples which were not consumed on it."""
+    had: dict[int, set[int]] = {}
+    for use in consumed:
+        had.setdefault(use.epoch, set()).update(use.ids)
+    return [u for u in off if set(u.ids) - had.get(u.epoch, set())]
+
+
+def stream_of(use: Use) -> Stream:
+    """Whose loader a use was drawn from, and which part of it."""
+    plan = use.plan or NO_PLAN
+    return _stream(plan.loader, use.member, plan.part, use.rank)
+
+
+def _stream(loader: str, member: int, part: int, rank: int) -> Stream:
+    return ORDER if loader == SHARED else (member_id(loader) if loader else member, part if part >= 0 else rank)
+
+
+def ranges(numbers: Iterable[int]) -> Ranges:
+    """Numbers as ranges (first, last), both included."""
+    out: list[tuple[int, int]] = []
+    for n in sorted(numbers):
+        if out and n == out[-1][1] + 1:
+            out[-1] = (out[-1][0], n)
+        else:
+            out.append((n, n))
+    return tuple(out)
+
+
+def amount(of: Iterable[tuple[int, int]]) -> int:
+    """How many numbers ranges hold."""
+    return sum(last - first + 1 for first, last in of)
