@@ -19,6 +19,7 @@ SLOW = [
     UNIT / "commitlog" / "test_etcd_outage.py",
     UNIT / "commitlog" / "test_etcd_cluster.py",
     UNIT / "data" / "test_killed_trainers.py",
+    UNIT / "data" / "test_whole_loops.py",
     UNIT / "interop" / "test_reuse_whole.py",
     UNIT / "model" / "test_commit_model.py",
     UNIT / "sim",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
+from ftckpt.data.order import Order
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import DataError
 
@@ -69,12 +70,15 @@ class Chain:
         loader: the replica's own.
         make: makes the loader that another replica had, by its name.
         epochs: epochs in all; None goes on for ever.
+        order: of the own loader, where that was looked at before.
     """
 
     counted = False
 
-    def __init__(self, loader: Iterable[Any], make: Callable[[str], Iterable[Any]], epochs: int | None) -> None:
-        self._loader, self._make, self.epochs = loader, make, epochs
+    def __init__(self, loader: Iterable[Any], make: Callable[[str], Iterable[Any]], epochs: int | None, order: Order | None = None) -> None:
+        self._loader, self._make, self.epochs, self._order = loader, make, epochs, order
+        self.once = isinstance(loader, Iterator)
+        self._only = Reel(loader, None, order) if self.once else None  # knows how far the iterator was read
         self._parts = [_Part(Link(replica=OWN), self._open)]
         self._turn = 0
         self.epoch = 0
@@ -137,8 +141,13 @@ class Chain:
 
     def _open(self, name: str, spot: bytes | None) -> Reel | Chain:
         """A loader at a position. Raises DataError."""
-        loader = self._loader if name == OWN else self._make(name)
-        reel: Reel | Chain = Chain(loader, self._make, None) if spot is not None and _parse(spot) is not None else Reel(loader, None)
+        reel: Reel | Chain
+        if spot is not None and _parse(spot) is not None:
+            reel = Chain(self._loader if name == OWN else self._make(name), self._make, None, self._order if name == OWN else None)
+        elif name == OWN:
+            reel = self._only or Reel(self._loader, None, self._order)
+        else:
+            reel = Reel(self._make(name), None)
         if spot is not None:
             reel.restore(spot)
         return reel

@@ -15,8 +15,9 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from ftckpt.data.batches import Record
+from ftckpt.data.batches import Record, Steps
 from ftckpt.data.sampler import ElasticSampler, Share
+from ftckpt.data.whole import whole
 from ftckpt.errors import ConfigError
 
 
@@ -42,8 +43,16 @@ class ElasticLoader:
     is_ftckpt_loader = True
 
     def __init__(self, dataset: Any, sampler: ElasticSampler, *, ranks: int | None = None, own: int | None = None, **options: Any) -> None:
-        if (ranks is None) != (own is None) or not 0 <= (own or 0) < (ranks or 1):
-            raise ConfigError(f"ElasticLoader(ranks={ranks}, own={own}) is not possible", todo="give both or neither; own is below ranks")
+        if (ranks is None) != (own is None):
+            raise ConfigError(f"ElasticLoader(ranks={ranks}, own={own}) is not possible", todo="give both or neither")
+        if ranks is not None:
+            whole("ElasticLoader", "own", own, 0, whole("ElasticLoader", "ranks", ranks, 1))
+        if hasattr(dataset, "__len__") and len(dataset) < sampler.length:
+            raise ConfigError(
+                f"ElasticLoader: the data set has {len(dataset)} samples, and the ElasticSampler {sampler.length}",
+                now="nothing was drawn",
+                todo="make the sampler with the length of the data set",
+            )
         if options.get("in_order") is False:
             raise ConfigError("ElasticLoader(in_order=False) is not possible: a batch is known by when it comes", todo="leave in_order out")
         self.sampler, self._placed = sampler, ranks is not None
@@ -139,9 +148,11 @@ class ElasticFeed(Iterator[Any]):
         loader: the loader.
         position: samples included in the state now.
         members: membership of the step being made.
+        votes: votes held so far: each ends a step, whatever became of it.
         contribute: told before a batch is handed out what the step contributes: draws (0 or 1), samples of the group.
         drawn: draws of this replica included in the state now (for ``record``).
         record: told (first of its step, draw ordinal, epoch, sample indices) before a batch is handed out (see ``data.audit``).
+        entering: called before the first batch of a loop; may refuse.
     """
 
     def __init__(
@@ -150,25 +161,39 @@ class ElasticFeed(Iterator[Any]):
         *,
         position: Callable[[], int],
         members: Membership,
+        votes: Callable[[], int],
         contribute: Callable[[int, int], None],
         drawn: Callable[[], int] = lambda: 0,
         record: Record | None = None,
+        entering: Callable[[], None] | None = None,
     ) -> None:
         self._loader = loader
+        self._steps = Steps(votes, 1, "to accumulate gradients, or to leave samples out, give ElasticSampler a micro_batch", entering)
         self._position, self._members, self._contribute = position, members, contribute
         self._drawn, self._record = drawn, record
         self.share: Share | None = None
 
+    def __iter__(self) -> ElasticFeed:
+        self._steps.begin()
+        return self
+
     def __next__(self) -> Any:
-        """The next batch; ``share`` then says what it is. Raises StopIteration when the data are over."""
+        """The next batch; ``share`` then says what it is.
+
+        Raises:
+            StopIteration: the data are over.
+            ConfigError: the step's batch was handed out already, and the step not made yet.
+        """
         if self._loader.sampler.over(self._position()):
             raise StopIteration  # before a quorum is asked for that nobody would vote in
+        self._steps.next(self._position())
         rank, count = self._members()
         got = self._loader.take(self._position(), rank, count)
         if got is None:
             raise StopIteration
         batch, self.share = got
         counts = rank is not None
+        self._steps.handed += counts
         self._contribute(int(counts), self.share.samples)
         if counts and self._record is not None:
             pairs = list(zip(self.share.epochs, self.share.indices, strict=True))

@@ -17,10 +17,11 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
+from ftckpt.data.order import Order, order_of, refuse
 from ftckpt.errors import DataError
 from ftckpt.trainer.inline import decode_value, encode_value
 
-SPOT_VERSION = 1
+SPOT_VERSION = 2
 
 
 class End:
@@ -37,7 +38,8 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
         epoch: from 0.
         index: draws taken of that epoch.
         seed: that the epochs of torch's loaders are derived from.
-        shape: worker and batch settings that the position depends on; a loader with others refuses it.
+        order: what decides the order of its samples; a loader of another order refuses it.
+        shape: of version 1, in the place of ``order``: sizes of batches, numbers of workers.
         state: encoded tree of ``loader.state_dict()``; None where the position is counted.
     """
 
@@ -45,22 +47,29 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     index: int
     seed: int
-    shape: dict[str, int] = {}
+    order: dict[str, Any] = {}
+    shape: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     state: Any = None
 
 
 class Reel:
     """One loader and where it is.
 
+    Attributes:
+        epoch: of the last draw, from 0. index: draws made of it.
+        once: the loader is an iterator, which cannot be started again.
+
     Args:
         loader: the loader or iterable.
         epochs: epochs in all; None goes on for ever.
+        order: what decides the order of its samples, where that was looked at before.
     """
 
-    def __init__(self, loader: Iterable[Any], epochs: int | None) -> None:
+    def __init__(self, loader: Iterable[Any], epochs: int | None, order: Order | None = None) -> None:
         self._loader, self.epochs = loader, epochs
+        self._order = order or order_of(loader)
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-        self._once = isinstance(loader, Iterator)
+        self.once = isinstance(loader, Iterator)
         self._iterator: Iterator[Any] | None = None
         self._seed = _initial_seed(loader)
         self._failed = False  # a draw has raised
@@ -82,13 +91,13 @@ class Reel:
             try:
                 batch = self._next()
             except StopIteration:
-                if self._once and self._failed:
+                if self.once and self._failed:
                     raise DataError(
                         f"the iterator ended after an error in its draw {self.index + 1}, and cannot be started again",
                         now="what it still had to give is not known",
                         todo="register an iterable that can be started again, or a loader with state_dict",
                     ) from None
-                if self._once:
+                if self.once:
                     return END
                 if self.index == 0:
                     raise DataError(
@@ -105,7 +114,7 @@ class Reel:
 
     def peek(self) -> Any:
         """A batch without moving on: for a step that cannot count."""
-        if self._once:
+        if self.once:
             batch = self.draw()
             if batch is not END:
                 self._loader = self._iterator = chain([batch], self._iterator or ())
@@ -125,7 +134,7 @@ class Reel:
                     state = self._loader.state_dict()  # type: ignore[attr-defined]
             else:
                 state = self._loader.state_dict()  # type: ignore[attr-defined]
-        spot = Spot(epoch=self.epoch, index=self.index, seed=self._seed, shape=_shape(self._loader), state=encode_value(state, "loader"))
+        spot = Spot(epoch=self.epoch, index=self.index, seed=self._seed, order=self._order, state=encode_value(state, "loader"))
         return msgspec.json.encode(spot)
 
     def restore(self, data: bytes) -> None:
@@ -135,14 +144,8 @@ class Reel:
             DataError: it is not a position of such a loader, or the loader cannot go there.
         """
         spot = _read(data)
-        shape = _shape(self._loader)
-        if differing := [k for k in sorted({*shape, *spot.shape}) if shape.get(k) != spot.shape.get(k)]:
-            raise DataError(
-                "the loader's position was taken with other settings: "
-                + ", ".join(f"{k} {spot.shape.get(k)} then, {shape.get(k)} now" for k in differing),
-                now="the loader was not moved",
-                todo="use the settings of before, or ElasticSampler, whose position does not depend on them",
-            )
+        known = self._order if spot.shape is msgspec.UNSET else {k: v for k, v in self._order.items() if k in spot.shape}
+        refuse(spot.order if spot.shape is msgspec.UNSET else {k: spot.shape[k] for k in known}, known, "the loader was not moved")
         if self._stateful != (spot.state is not None):
             raise DataError(
                 "the journal has a counted position and the loader keeps its own, or the other way round",
@@ -183,7 +186,7 @@ class Reel:
 
     def _recount(self, epoch: int, index: int) -> None:
         """Replay a counted loader up to a position."""
-        if self._once:
+        if self.once:
             if index < self.index:
                 raise DataError(
                     f"an iterator that was read to draw {self.index} cannot go back to {index}",
@@ -219,12 +222,16 @@ class Reel:
                 generator.manual_seed(seed)
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seed)
-        if not self._stateful and loader.persistent_workers and getattr(loader, "_iterator", None) is not None:
-            # a loader that begins draws a seed for its workers first; one that goes on with its workers does not
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        generator = loader.generator
+        if not self._stateful:
+            # A loader that begins draws a seed for its workers first, one that goes on with its workers does not: so that samplers find the
+            # same stream after either, it is drawn here, and the loader has another generator to draw it from.
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            loader.generator = torch.Generator().manual_seed(seed)
         try:
             yield
         finally:
+            loader.generator = generator
             torch.default_generator.set_state(before)
 
 
@@ -240,11 +247,6 @@ def _initial_seed(loader: object) -> int:
     return (generators[0].initial_seed() if generators else torch.initial_seed()) & ((1 << 63) - 1)
 
 
-def _shape(loader: object) -> dict[str, int]:
-    values = {k: getattr(loader, k, None) for k in ("num_workers", "batch_size")}
-    return {k: v for k, v in values.items() if isinstance(v, int) and not isinstance(v, bool)}
-
-
 def _read(data: bytes) -> Spot:
     try:
         spot = msgspec.json.decode(data, type=Spot)
@@ -256,6 +258,8 @@ def _read(data: bytes) -> Spot:
                 todo='resume with data="adopt" and loaders=, as when they were taken over',
             ) from e
         raise DataError(f"a journalled position cannot be read: {e}", now="the loader was not moved") from e
-    if spot.version != SPOT_VERSION:
-        raise DataError(f"a journalled position has version {spot.version}; this release reads {SPOT_VERSION}", todo="use a newer ftckpt")
+    if not 1 <= spot.version <= SPOT_VERSION:
+        raise DataError(
+            f"a journalled position has version {spot.version}; this release reads 1 to {SPOT_VERSION}", todo="use a newer ftckpt"
+        )
     return spot

@@ -11,6 +11,8 @@ from functools import lru_cache
 import msgspec
 import torch
 
+from ftckpt.data.order import Order, shared_order
+from ftckpt.data.whole import whole
 from ftckpt.domain.cursors import Window, by_epoch, share, window
 from ftckpt.errors import ConfigError
 
@@ -64,20 +66,26 @@ class ElasticSampler:
         drop_last: bool = False,
         epochs: int | None = None,
     ) -> None:
-        if (
-            length < 1
-            or (batch_size is None) == (global_batch is None)
-            or min(batch_size or global_batch or 0, 1 if micro_batch is None else micro_batch) < 1
-        ):
+        if (batch_size is None) == (global_batch is None):
             raise ConfigError(
-                f"ElasticSampler(length={length}, batch_size={batch_size}, global_batch={global_batch}, micro_batch={micro_batch}) is not possible",
+                f"ElasticSampler(batch_size={batch_size}, global_batch={global_batch}) is not possible",
                 now="nothing was drawn",
-                todo="give a length, and one of batch_size and global_batch, of at least 1",
+                todo="give one of batch_size and global_batch",
             )
-        self.length, self.seed, self.shuffle = length, seed, shuffle
-        self._each, self._all, self.micro_batch = batch_size, global_batch, micro_batch
-        self._drop_last, self._epochs = drop_last, epochs
+
+        def checked(name: str, value: int | None) -> int | None:
+            return None if value is None else whole("ElasticSampler", name, value, 1)
+
+        self.length, self.seed = whole("ElasticSampler", "length", length, 1), whole("ElasticSampler", "seed", seed, None)
+        self.shuffle, self._drop_last = bool(shuffle), bool(drop_last)
+        self._each, self._all = checked("batch_size", batch_size), checked("global_batch", global_batch)
+        self.micro_batch, self._epochs = checked("micro_batch", micro_batch), checked("epochs", epochs)
         self._order = lru_cache(maxsize=2)(self._permutation)
+
+    @property
+    def order(self) -> Order:
+        """What decides the order of samples, kept with the position."""
+        return shared_order(length=self.length, shuffle=self.shuffle, seed=self.seed)
 
     def share(self, position: int, rank: int, count: int, ranks: int = 1, own: int = 0) -> Share:
         """What one rank of a participant takes in the step after ``position``.
@@ -91,11 +99,20 @@ class ElasticSampler:
 
         Raises:
             DataError: the step is too small for so many ranks, or an epoch too short for a step.
+            ConfigError: a number that cannot be.
         """
+        for name, value, least, below in (
+            ("position", position, 0, None),
+            ("count", count, 1, None),
+            ("rank", rank, 0, count),
+            ("ranks", ranks, 1, None),
+            ("own", own, 0, ranks),
+        ):
+            whole("ElasticSampler.share()", name, value, least, below)
         units = count * ranks
-        whole = self._window(position, units)
-        begin, end = share(whole, rank * ranks + own, units)
-        group = share(whole, rank * ranks, units)[0], share(whole, (rank + 1) * ranks - 1, units)[1]
+        step = self._window(position, units)
+        begin, end = share(step, rank * ranks + own, units)
+        group = share(step, rank * ranks, units)[0], share(step, (rank + 1) * ranks - 1, units)[1]
         indices: list[int] = []
         epochs: list[int] = []
         for number, first, last in by_epoch(begin, end, self.length):
@@ -105,9 +122,9 @@ class ElasticSampler:
         parts = tuple(tuple(indices[i : i + cut]) for i in range(0, len(indices), cut))
         return Share(
             parts,
-            tuple(len(part) * units / whole.size for part in parts),
+            tuple(len(part) * units / step.size for part in parts),
             tuple(epochs),
-            group[1] - group[0] + (whole.skipped if rank == 0 else 0),
+            group[1] - group[0] + (step.skipped if rank == 0 else 0),
         )
 
     def after(self, position: int, count: int, ranks: int = 1) -> int:

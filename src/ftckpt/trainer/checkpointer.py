@@ -173,7 +173,7 @@ class Checkpointer(LoopCalls):
         """Register one state with options.
 
         Args:
-            kind: "auto", "module", "optimizer" or "tree".
+            kind: "auto", "module", "optimizer", "tree", or "loader" for an iterable of batches that is not taken for one by itself.
             scope: "shared" (one for all replicas) or "replica" (each rank's own).
             only_trainable: models: leave out what needs no gradient.
             cursor: the loader: False does not keep its position; it begins anew at each start, with a warning.
@@ -184,7 +184,7 @@ class Checkpointer(LoopCalls):
                 now="nothing was changed",
                 todo="register every state before resume()",
             )
-        if kind == "auto" and scope == "shared" and is_loader(obj):
+        if kind == "loader" or (kind == "auto" and scope == "shared" and is_loader(obj)):
             self._rank.loaders.add(name, obj, cursor=cursor)
         else:
             self.registry.add(name, obj, kind=kind, scope=scope, only_trainable=only_trainable)

@@ -7,10 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from ftckpt.data.batches import BatchFeed
 from ftckpt.data.chain import held, with_orphans
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
+from ftckpt.data.order import SHARED, Order, order_of, refuse
+from ftckpt.domain.cursors import Redistribution
 from ftckpt.errors import AgentError, ConfigError, DataError
+from ftckpt.flows.read import OpenGeneration
+from ftckpt.format.manifest import Cursor
 from ftckpt.trainer.orphans import DataPolicy, Heritage
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
@@ -20,11 +26,19 @@ _SHARED_ORDER = ("record", "ranks", "after_seek")  # options that may be there w
 
 
 class Loaders:
-    """This rank's loader; one per job, since a generation binds one count of draws to each replica."""
+    """This rank's loader; one per job, since a generation binds one count of draws to each replica.
+
+    Attributes:
+        order: what decides the order of its samples; None without a loader, and where its position is not kept.
+        entering: called before the first batch of each loop; may refuse.
+    """
 
     def __init__(self) -> None:
         self._loader: Iterable[Any] | ElasticLoader | None = None
         self._name, self._kept = "", True
+        self._feed: BatchFeed | None = None  # the newest, which knows what was drawn
+        self.order: Order | None = None
+        self.entering: Callable[[], None] | None = None
         self._drawn: deque[tuple[int, bytes]] = deque(maxlen=64)
         self._unsent: deque[tuple[int, bytes]] = deque(maxlen=64)  # for an agent that died
         self._stored: tuple[int, bytes] | None = None
@@ -54,7 +68,41 @@ class Loaders:
                 now="nothing was changed",
                 todo='register one loader; keep others with scope="replica" if they have state_dict/load_state_dict',
             )
+        if not hasattr(loader, "__iter__") and not isinstance(loader, ElasticLoader):
+            raise ConfigError(f"loader {name!r} is a {type(loader).__qualname__}, which gives no batches", todo="give something to iterate")
         self._loader, self._name, self._kept = loader, name, cursor
+        if isinstance(loader, ElasticLoader):
+            self.order = loader.sampler.order
+        elif cursor:
+            self.order = order_of(loader)
+
+    def reordered(self, generation: OpenGeneration, replica: str, rank: int, word: Redistribution) -> tuple[str, ...]:
+        """Compare what decides the order of samples with what did when a generation was made, before anything is loaded.
+
+        Args:
+            word: "restart": the data begin anew where that has changed.
+
+        Returns:
+            Words about a shared order that begins anew; none where all is as it was.
+
+        Raises:
+            DataError: the order is another one now; names what has changed.
+        """
+        cursors = {(info.replica, info.rank): info for info in generation.manifest.cursors}
+        own = (replica, rank) in cursors
+        if self.order is None or not cursors:
+            return ()
+        cursor = generation.cursor(*((replica, rank) if own else next(iter(cursors))))  # a shared order is in everybody's
+        recorded = _order(cursor) if cursor is not None else None
+        if not recorded or not (own or SHARED in (self.order["kind"], recorded.get("kind"))):
+            return ()
+        try:
+            refuse(recorded, self.order, "nothing was loaded")
+        except DataError as e:
+            if word != "restart":
+                raise
+            return (f"{e.what}: the data begin anew",) if self.kind == "elastic" else ()
+        return ()
 
     def restore(self, ordinal: int, state: bytes | None) -> None:
         """A position from a generation's cursor: the loader's state after ``ordinal`` draws."""
@@ -70,6 +118,10 @@ class Loaders:
         """
         self._policy, self._heritage, self._lost = policy, heritage, lost
         self._loaded, self._settled = "", False
+        if self._feed is not None:
+            self._feed.close()
+            if not isinstance(self._loader, Iterator):  # how far an iterator was read is known to its feed alone
+                self._feed = None
 
     def position(self, count: int) -> tuple[int, bytes | None]:
         """The newest loader state known here that includes at most ``count`` draws: (its draws, JSON or None)."""
@@ -100,9 +152,11 @@ class Loaders:
             loader,
             position=lambda: replica.samples,
             members=replica.members,
+            votes=lambda: replica.votes,
             contribute=replica.contribute,
             drawn=lambda: _included(replica),
             record=options.get("record"),
+            entering=self.entering,
         )
 
     def _own(self, loader: Iterable[Any], session: Session, replica: Replica, options: dict[str, Any]) -> BatchFeed:
@@ -147,20 +201,28 @@ class Loaders:
                 replica.members()
             return -1 if replica.blank or not self._settle(replica) else _included(replica)
 
-        def anew(why: str) -> None:
+        def anew(why: str) -> bool:
+            if self._kept and self._policy.word != "restart":
+                return False
             logger.warning("the loader begins anew: %s", why)
             session.client.note("data", f"the loader begins anew: {why}")
+            return True
 
-        return BatchFeed(
+        self._feed = BatchFeed(
             loader,
             journal=journal,
             recall=recall,
             position=position,
+            votes=lambda: replica.votes,
             contribute=replica.contribute,
             make=self._policy.make,
-            anew=anew if self._policy.word == "restart" or not self._kept else None,
+            anew=anew,
+            order=self.order,
+            entering=self.entering,
+            after=self._feed,
             **options,
         )
+        return self._feed
 
     def _settle(self, replica: Replica) -> bool:
         """Whether it is known which state goes on, the loaded one or a peer's: before, the loader and its journal are left alone."""
@@ -192,6 +254,12 @@ class Loaders:
 def _included(replica: Replica) -> int:
     """Draws of this replica that are included in the live state."""
     return replica.counts.get(replica.member, 0)
+
+
+def _order(cursor: Cursor) -> Order | None:
+    """What decided the order of samples; None in cursors of releases that did not record it."""
+    state = msgspec.json.decode(cursor.state)
+    return state.get("order") if isinstance(state, dict) else None
 
 
 def is_loader(obj: Any) -> bool:

@@ -39,11 +39,12 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What was loaded: the manifest, a report per state, payload bytes read, seconds, and what the user should know."""
+    """What was loaded: the manifest, a report per state, payload bytes read, seconds, what the user should know, and the position in the shared order."""
 
     manifest: Manifest
     report: RestoreReport
     seconds: float
+    samples: int
     warnings: tuple[str, ...] = ()
 
 
@@ -70,6 +71,7 @@ class GenerationLoader:
         with open_generation(self._store, self._job, location, entry) as generation:
             manifest = generation.manifest
             leaves = decode_leaves(generation.leaves, f"{location}/leaves.json")
+            anew = self._loaders.reordered(generation, replica.replica, self._group.rank, self._policy.word)
             cursor = generation.cursor(replica.replica, self._group.rank) if options.with_cursor else None
             heirs = self._heirs(cursor, generation, replica) if options.with_cursor and self._loaders.kind == "own" else ()
             only, seeded = self._present(manifest, options)
@@ -87,7 +89,8 @@ class GenerationLoader:
         warnings = seeded + (self._own(cursor, manifest, replica) if options.with_cursor else ())
         count = manifest.counts.get(str(replica.member), 0)
         self._loaders.settle(self._policy, Heritage(count=count, links=heirs), lost=self._resized(cursor))
-        return Loaded(manifest=manifest, report=report, seconds=time.monotonic() - began, warnings=warnings)
+        samples = manifest.samples if not anew else 0
+        return Loaded(manifest=manifest, report=report, seconds=time.monotonic() - began, warnings=warnings + anew, samples=samples)
 
     def _present(self, manifest: Manifest, options: LoadOptions) -> tuple[Collection[str] | None, tuple[str, ...]]:
         """Names to load: of a seed (a generation of step 0, saved before training) those that it has; the rest begins as it is."""

@@ -29,10 +29,22 @@ class LoopCalls:
         Args:
             name: the loader's name.
             audit: record sample ids for ``ftckpt data audit``.
-            options: as for ``data.BatchFeed`` (``epochs``, ``draws_per_step``, ``samples_of`` ...). ``ids``, a function that gives
-                a batch's sample ids, turns the audit on; an ``ElasticLoader`` knows them and takes none of these options.
+            options: as for ``data.BatchFeed``: ``epochs``, of the whole job, counted from its beginning; ``draws_per_step``, the
+                batches that a step takes at most (gradient accumulation; 1 where it is left out); ``samples_of`` ... ``ids``, a function
+                that gives a batch's sample ids, turns the audit on; an ``ElasticLoader`` knows them and takes none of these options.
+
+        Raises:
+            ConfigError: no loader has that name, or an option does not fit it. Also out of the loop, before another batch of the same step
+                than ``draws_per_step`` allows, and where a loop begins between ``optimizer.step()`` and ``step()``.
+            DataError: out of the loop: the loader cannot be put where the state says.
         """
         self._rank.need_resumed("batches()")
+        if name in self._rank.registry:
+            raise ConfigError(
+                f"{name!r} was registered as a state and not as a loader",
+                now="nothing was drawn",
+                todo=f'register it with ckpt.add({name!r}, loader, kind="loader"), or set is_ftckpt_loader = True on its class',
+            )
         if audit or "ids" in options:
             if self._rank.loaders.kind == "own" and "ids" not in options:
                 raise ConfigError("audit=True needs ids, a function that gives a batch's sample ids", todo="give ids=")
@@ -73,7 +85,8 @@ class LoopCalls:
             A handle with ``captured``, ``persisted``, ``committed``, ``generation`` and ``location``.
 
         Raises:
-            ConfigError: nothing was committed since ``resume()``.
+            ConfigError: nothing was committed since ``resume()``; or, without torchft, an optimizer has stepped with a batch that no
+                ``step()`` has counted yet.
         """
         self._rank.need_resumed("save()")
         handle = self._rank.training.save(self.replica, metrics or {})

@@ -165,6 +165,7 @@ class Rank:
             if self._replica is not None:
                 self._replica.close()
             self.ledger.close()
+            self.training.close()
             self.session.client.close()
             self.session.close()
             self.log.close()

@@ -283,7 +283,7 @@ class Resumer:
 
     def _adopt(self, loaded: Loaded, trajectory: Trajectory) -> None:
         m = loaded.manifest
-        self._replica.adopt(trajectory, {int(k): v for k, v in m.counts.items()}, m.samples, m.batches_committed)
+        self._replica.adopt(trajectory, {int(k): v for k, v in m.counts.items()}, loaded.samples, m.batches_committed)
 
     def _open(self, base: Trajectory, index: int, tail: Entry | None, opening: str, *, fresh: bool = False) -> Trajectory:
         """Append an ``open`` entry; another replica's with the same attempt is as good."""

@@ -139,7 +139,8 @@ class Saver:
         count = replica.counts.get(replica.member, 0)
         ordinal, loader = self._loaders.position(count)
         own = capture_cursor(self._session.registry, None)
-        state = b'{"loader":' + (loader or b"null") + b',"own":' + own + b"}"
+        order = msgspec.json.encode(self._loaders.order)
+        state = b'{"loader":' + (loader or b"null") + b',"own":' + own + b',"order":' + order + b"}"
         return encode(
             Cursor(
                 replica=replica.replica,

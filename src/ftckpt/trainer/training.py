@@ -12,6 +12,7 @@ from ftckpt.domain.policy import Moment, Policy
 from ftckpt.errors import ConfigError, SaveFailed, StoreError
 from ftckpt.ports import BlobStore
 from ftckpt.trainer.background import Background
+from ftckpt.trainer.boundary import Boundary
 from ftckpt.trainer.events import Captured, Events, Saving
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.handle import SaveHandle
@@ -53,6 +54,8 @@ class Training:
         self._background, self._events = background, events
         self._ordinals = itertools.count(1)  # of this process's saves: attempts are named by them
         self._saver: Saver | None = None
+        self._boundary = Boundary()
+        loaders.entering = lambda: self._boundary.check("a loop over batches() began", "nothing was drawn")
         self._last: Outcome | None = None  # of the newest committed step
         self._bound, self._bind_at = False, 0.0
         self._held: SaveHandle | None = None  # a save whose capture was not told yet
@@ -62,11 +65,13 @@ class Training:
         self._saver = Saver(self._session, replica, self._loaders, self._tail, self._ordinals)
         self._saver.base = report.generation if report.generation is not None else -1
         self._saver.last_step = report.step
+        self._boundary.open(replica, self._session.registry)
 
     def step(self, replica: Replica, metrics: Mapping[str, float]) -> Outcome:
         """As ``Checkpointer.step``."""
         self.captured()
         outcome = replica.outcome()
+        self._boundary.passed()
         if outcome.committed:
             self._last = outcome
         if isinstance(replica, SoloReplica) and (tail := self._tail.known()) is not None:
@@ -89,6 +94,7 @@ class Training:
 
     def save(self, replica: Replica, metrics: Mapping[str, float]) -> SaveHandle:
         """As ``Checkpointer.save``, without waiting."""
+        self._boundary.check("save()", "nothing was saved")
         self.captured()
         self._background.check(replica)
         if self._last is None:
@@ -103,9 +109,17 @@ class Training:
             self._tell_captured(handle)
 
     def end(self, replica: Replica) -> None:
-        """A last save, where the policy says so."""
+        """A last save, where the policy says so. A loop that was left between an optimizer's step and ``step()`` is counted to its end."""
+        if self._boundary.inside and self._due(replica, ending=True, ahead=1):
+            logger.warning("the loop was left between optimizer.step() and ckpt.step(): step %d is counted now", replica.step + 1)
+            self._last = replica.outcome()
+            self._boundary.passed()
         if self._last is not None and self._due(replica, ending=True):
             self._save(replica, {})
+
+    def close(self) -> None:
+        """Let go of the optimizers."""
+        self._boundary.close()
 
     def tell(self, replica: Replica, *, force: bool = False) -> None:
         """Say where training stands."""
@@ -125,10 +139,12 @@ class Training:
                 self._bound, self._bind_at = False, time.monotonic() + BIND_AGAIN_S
 
     # ------------------------------------------------------------------ inside
-    def _due(self, replica: Replica, *, ending: bool) -> bool:
+    def _due(self, replica: Replica, *, ending: bool, ahead: int = 0) -> bool:
+        """Whether the policy says to save now, or ``ahead`` steps on."""
         if self._saver is None or replica.spent:
             return False
-        return self._policy.due(Moment(replica.step, replica.step - self._saver.last_step, ending))
+        step = replica.step + ahead
+        return self._policy.due(Moment(step, step - self._saver.last_step, ending))
 
     def _save(self, replica: Replica, metrics: Mapping[str, float]) -> SaveHandle:
         if self._saver is None or self._last is None:

@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", message=".*set_vital.*")
 def main() -> None:
     o = json.loads(sys.stdin.readline())
     known = {int(k): base64.b64decode(v) for k, v in o["entries"].items()}
-    included = 0
+    included = asked = 0
 
     def recall(count: int) -> tuple[int, bytes] | None:
         best = max((k for k in known if k <= count), default=None)
@@ -41,10 +41,11 @@ def main() -> None:
         journal=lambda ordinal, state: print("J", ordinal, base64.b64encode(state).decode(), flush=True),
         recall=recall,
         position=lambda: included,
+        votes=lambda: asked,
         contribute=lambda draws, samples: None,
     )
     for line in sys.stdin:
-        included = int(line)
+        included, asked = int(line), asked + 1
         batch = next(feed)
         print("B", json.dumps([feed.epoch, *map(int, batch)]), flush=True)
 

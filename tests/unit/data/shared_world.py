@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ftckpt.data.audit import Made, Use
 from ftckpt.data.batches import BatchFeed
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
+from ftckpt.data.records import Made, Use
 
 ORIGIN = "origin"
 
@@ -166,6 +166,7 @@ class World:
                 self._elastic(),
                 position=lambda: sum(e.samples for e in m.state),
                 members=lambda: (self._voters.index(i) if i in self._voters else None, len(self._voters)),
+                votes=lambda: self._nonce,
                 contribute=m.contribute,
             )
             return
@@ -174,6 +175,7 @@ class World:
             self._loader(i),
             journal=m.journal,
             recall=m.recall,
+            votes=lambda: self._nonce,
             position=(lambda: self._included(i)) if self.rule == "table" else (lambda: m.own),
             contribute=m.contribute,
         )

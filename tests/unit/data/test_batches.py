@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ftckpt.data.batches import BatchFeed, count_samples
-from ftckpt.errors import DataError
+from ftckpt.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
 N, BATCH = 20, 3
@@ -24,7 +24,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.entries: dict[int, bytes] = {}
-        self.included = 0
+        self.included = self.votes = 0
         self.contributed = (0, 0)
 
     def journal(self, ordinal: int, state: bytes) -> None:
@@ -39,10 +39,20 @@ class Replica:
 
     def commit(self) -> None:
         self.included += self.contributed[0]
+        self.votes += 1
+
+    def refuse(self) -> None:
+        self.votes += 1
 
     def feed(self, loader: Iterable[Any], **options: Any) -> BatchFeed:
         return BatchFeed(
-            loader, journal=self.journal, recall=self.recall, position=lambda: self.included, contribute=self.contribute, **options
+            loader,
+            journal=self.journal,
+            recall=self.recall,
+            position=lambda: self.included,
+            votes=lambda: self.votes,
+            contribute=self.contribute,
+            **options,
         )
 
 
@@ -51,6 +61,16 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(N))
+
+
+class Untold:
+    """Batches of one, of which nobody can tell how many there are."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[i] for i in range(self.length)])
 
 
 def stateful(workers: int, shuffle: bool = True, own_generator: bool = True) -> Make:
@@ -153,8 +173,9 @@ def _committing(replica: Replica, feed: BatchFeed) -> Iterator[Any]:
 def test_uncommitted_batch_comes_again_and_only_then_the_next(name: str) -> None:
     replica = Replica()
     feed = replica.feed(LOADERS[name]())
-    first, again = next(feed), next(feed)
-    assert ids(first) == ids(again)
+    first = next(feed)
+    replica.refuse()
+    assert ids(first) == ids(next(feed))
     replica.commit()
     assert set(ids(next(feed))).isdisjoint(ids(first))
 
@@ -206,6 +227,7 @@ def test_journal_is_written_before_the_batch_is_handed_out() -> None:
         journal=lambda o, s: seen.append(f"journal {o}"),
         recall=lambda c: None,
         position=lambda: replica.included,
+        votes=lambda: 0,
         contribute=lambda d, s: seen.append("contribute"),
     )
     next(feed)
@@ -244,9 +266,71 @@ def test_several_draws_per_step_come_again_together() -> None:
     feed = replica.feed([[i] for i in range(6)], epochs=1, draws_per_step=2)
     step = [next(feed)[0], next(feed)[0]]
     assert replica.contributed == (2, 2)
+    replica.refuse()
     assert [next(feed)[0], next(feed)[0]] == step == [0, 1]
     replica.commit()
     assert [next(feed)[0], next(feed)[0]] == [2, 3]
+
+
+@pytest.mark.covers("I12", "I14")
+@pytest.mark.parametrize("most", [1, 3])
+def test_more_batches_than_a_step_takes_are_refused_and_nothing_is_lost(most: int) -> None:
+    replica = Replica()
+    feed = replica.feed([[i] for i in range(9)], epochs=1, **({"draws_per_step": most} if most > 1 else {}))
+    for _ in range(most):
+        next(feed)
+    with pytest.raises(ConfigError, match=rf"(?s)which takes {most}.*draws_per_step") as told:
+        next(feed)
+    assert "not counted" in str(told.value)
+    replica.commit()
+    assert next(feed) == [most]
+
+
+@pytest.mark.covers("I12")
+def test_a_step_may_end_with_fewer_batches_than_it_may_take() -> None:
+    replica = Replica()
+    feed = replica.feed([[i] for i in range(7)], epochs=1, draws_per_step=3)
+    got = []
+    for size in (3, 1, 2, 3):
+        got.append([b[0] for b in (next(feed, None) for _ in range(size)) if b])
+        replica.commit()
+    assert got == [[0, 1, 2], [3], [4, 5], [6]]
+    assert replica.included == 7
+
+
+@pytest.mark.covers("I12")
+@pytest.mark.parametrize("kind", ["list", "iterator", "stateful", "stateful, 2 workers"])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_loop_left_before_its_step_and_begun_anew_begins_with_that_batch(kind: str, same: bool) -> None:
+    made = iter(LOADERS["list"]()) if kind == "iterator" else (LOADERS | WORKERS)[kind]()
+    replica, got = Replica(), []
+    feed = replica.feed(made, epochs=1)
+    for _ in range(20):
+        again = [ids(next(feed, []))]
+        for batch in feed if same else (feed := replica.feed(made, epochs=1, after=feed)):
+            assert ids(batch) == again.pop() if again else True
+            got.append(ids(batch))
+            replica.commit()
+            if len(got) % 2:
+                break
+        else:
+            break
+    assert sorted(i for b in got for i in b) == list(range(N))
+    assert replica.included == len(got) == -(-N // BATCH)
+
+
+def test_a_loop_over_data_that_are_over_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    replica = Replica()
+    list(_committing(replica, replica.feed([[1], [2]], epochs=1)))
+    assert not caplog.records
+    assert list(replica.feed([[1], [2]], epochs=1)) == []
+    assert "counted from the job's beginning" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 1.5}, {"draws_per_step": 0}, {"draws_per_step": "2"}, {"ranks": 0}])
+def test_numbers_that_a_loop_cannot_have_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="batches"):
+        Replica().feed([[1]], **options)
 
 
 def test_samples_of_all_ranks_are_told() -> None:
@@ -334,8 +418,18 @@ def test_shrunken_data_are_noticed() -> None:
     for _ in range(5):
         next(feed)
         replica.commit()
-    with pytest.raises(DataError, match="ended after 3 draws; 5 had been taken"):
+    with pytest.raises(DataError, match="batches 6 then, 3 now"):
         next(replica.feed([[i] for i in range(3)]))
+
+
+def test_shrunken_data_of_unknown_length_are_noticed() -> None:
+    replica = Replica()
+    feed = replica.feed(Untold(6))
+    for _ in range(5):
+        next(feed)
+        replica.commit()
+    with pytest.raises(DataError, match="ended after 3 draws; 5 had been taken"):
+        next(replica.feed(Untold(3)))
 
 
 @pytest.mark.covers("F47")
@@ -343,7 +437,7 @@ def test_other_worker_count_or_batch_size_is_refused() -> None:
     replica = Replica()
     next(replica.feed(stateful(0)()))
     replica.commit()
-    other = StatefulDataLoader(list(range(N)), batch_size=4)
+    other = StatefulDataLoader(list(range(N)), batch_size=4, shuffle=True)
     with pytest.raises(DataError, match="batch_size 3 then, 4 now"):
         next(replica.feed(other))
 
@@ -372,6 +466,7 @@ def test_random_streams_are_restored_after_the_loader_was_moved() -> None:
     replica.commit()
     feed = replica.feed(stateful(0)(), after_seek=lambda: moved.append(len(replica.entries)))
     next(feed)
+    replica.refuse()
     next(feed)
     assert moved == [2]  # once, before draw 2 was journalled
 

@@ -180,6 +180,7 @@ def test_feed_tells_what_counts_and_records_it() -> None:
         ElasticLoader(torch.arange(5), ElasticSampler(5, shuffle=False, batch_size=2)),
         position=lambda: state["samples"],
         members=lambda: (state["rank"] if state["rank"] >= 0 else None, 2),
+        votes=lambda: len(told),
         contribute=lambda draws, samples: told.append((draws, samples)),
         record=lambda first, ordinal, epoch, ids: told.append((ordinal, epoch, list(ids))),
     )

@@ -56,6 +56,7 @@ def fed(loader: Iterable[Any], epochs: int = 1) -> tuple[Callable[[], Any], list
         journal=journal.__setitem__,
         recall=lambda count: max(((k, v) for k, v in journal.items() if k <= count), default=None),
         position=lambda: done[0],
+        votes=lambda: done[0],
         contribute=lambda draws, samples: None,
         epochs=epochs,
     )

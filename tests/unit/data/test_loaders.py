@@ -33,7 +33,7 @@ class World:
         self.dies_at = -1  # draw at which the agent dies
         self.notes: list[str] = []
         self.replica: Any = SimpleNamespace(
-            member=ME, counts={ME: 2}, samples=0, step=2, blank=False, heals_first=False, trajectory=SimpleNamespace(h="loaded"),
+            member=ME, counts={ME: 2}, samples=0, step=2, votes=0, blank=False, heals_first=False, trajectory=SimpleNamespace(h="loaded"),
             members=lambda: (self.rank, 2), contribute=lambda draws, samples: None,
         )  # fmt: skip
         client = SimpleNamespace(
@@ -69,6 +69,7 @@ class World:
 
     def step(self, committed: bool = True) -> int:
         batch = next(self.feed)
+        self.replica.votes += 1
         if committed:
             self.moved(self.replica.counts[ME] + 1)
         return int(batch[0])

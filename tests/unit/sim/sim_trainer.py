@@ -111,7 +111,7 @@ class Loader:
         if len(held) != 1:
             raise Damaged(f"{location} holds {held}")
         self.node = held.pop()
-        return Loaded(manifest=generation.manifest, report=RestoreReport(), seconds=0.0)
+        return Loaded(manifest=generation.manifest, report=RestoreReport(), seconds=0.0, samples=generation.manifest.samples)
 
     trajectory = GenerationLoader.trajectory
 

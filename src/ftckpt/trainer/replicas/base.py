@@ -105,6 +105,7 @@ class Replica(Protocol):
         samples: samples included in the live state, over all members.
         batches_committed: torchft's counter of that name; steps made, without torchft.
         step: committed step of the live state.
+        votes: held so far, whatever became of them: each ends a step.
         committed: a step was made since the last ``outcome`` (known after the vote: step learning-rate schedulers only then).
         blank: the live state was given up, and nothing of it may be saved until a heal or ``adopt``.
         spent: it was given up, or a heal has begun to overwrite it and did not end yet: nothing of it may be saved now.
@@ -132,6 +133,8 @@ class Replica(Protocol):
     def blank(self) -> bool: ...
     @property
     def spent(self) -> bool: ...
+    @property
+    def votes(self) -> int: ...
     @property
     def committed(self) -> bool: ...
     @property

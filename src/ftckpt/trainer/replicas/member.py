@@ -67,6 +67,7 @@ class Member:
         self._first, self._adds = True, (0, 0)
         self._spent = False  # a heal may have overwritten some of the live state
         self._outcomes: list[Outcome] = []
+        self.votes = 0  # held so far, whatever became of them
 
     # ------------------------------------------------------------------ before the quorum
     def begin(self) -> None:
@@ -277,6 +278,7 @@ class Member:
         self.now.sent = False
 
     def _record(self, *, committed: bool, contributed: bool, members: tuple[int, ...], present: tuple[int, ...], writer: bool) -> None:
+        self.votes += 1
         self._outcomes.append(
             Outcome(
                 committed=committed,

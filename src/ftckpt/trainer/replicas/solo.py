@@ -67,6 +67,16 @@ class SoloReplica:
         return False
 
     @property
+    def votes(self) -> int:
+        """Steps reported so far."""
+        return self._attempt
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether something was drawn since the last step that was reported."""
+        return self._adds != (0, 0)
+
+    @property
     def committed(self) -> bool:
         """Every step is made."""
         return True

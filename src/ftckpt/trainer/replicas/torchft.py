@@ -231,6 +231,11 @@ class FtReplica:
         return self._standing.offered.blank
 
     @property
+    def votes(self) -> int:
+        """See ``Replica.votes``."""
+        return self._standing.votes
+
+    @property
     def committed(self) -> bool:
         """A step was made since the last ``outcome``."""
         return self._standing.committed

@@ -1,0 +1,101 @@
+"""What decides the order of a loader's samples: a few words kept with each position, and compared before a position is used. Moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ftckpt.errors import DataError
+
+Order = dict[str, Any]
+"""Names of settings -> str, int or bool. Two loaders of the same order have the same one; what is not in it may change."""
+
+SHARED = "ElasticLoader"
+_SETTINGS = (
+    "batch_size",
+    "drop_last",
+    "shuffle",
+    "replacement",
+    "seed",
+    "num_replicas",
+    "rank",
+)  # of loaders and samplers, torch's and others'
+
+
+def order_of(loader: object) -> Order:
+    """What decides the order of a loader's samples.
+
+    A seed that a torch generator gives is not in it: it is part of the position, and put back with it. The number of workers is where
+    the order depends on it: iterable data sets, which workers share out, and torchdata's loaders, whose position is their workers'.
+    """
+    found: Order = {"kind": _kind(loader)}
+    dataset = getattr(loader, "dataset", None)
+    if (length := _length(loader if dataset is None else dataset)) is not None:
+        found["batches" if dataset is None else "length"] = length
+    iterable = isinstance(dataset, IterableDataset)
+    if iterable or (dataset is not None and found["kind"] == "StatefulDataLoader"):
+        found["num_workers"] = getattr(loader, "num_workers", 0)
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader if batches is None else batches, "sampler", None)
+    for part in (loader, batches, None if iterable else sampler):
+        if part is None:
+            continue
+        name = type(part).__name__
+        if part is not loader and name != "BatchSampler":
+            found["batch_sampler" if part is batches else "sampler"] = name
+        found |= {key: value for key in _SETTINGS if isinstance(value := getattr(part, key, None), int | str)}
+    if sampler is not None and not iterable and (taken := _length(sampler)) is not None and taken != length:
+        found["samples_per_epoch"] = taken
+    return found
+
+
+def shared_order(*, length: int, shuffle: bool, seed: int) -> Order:
+    """That of a shared order. Its position counts samples, so that sizes of batches, members and epochs may change."""
+    return {"kind": SHARED, "length": length, "shuffle": shuffle, **({"seed": seed} if shuffle else {})}
+
+
+def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What two loaders' orders have differently, for a message; "" where they are the same."""
+    keys = ["kind"] if then.get("kind") != now.get("kind") else sorted({*then, *now})
+    return ", ".join(f"{k} {_word(then, k)} then, {_word(now, k)} now" for k in keys if then.get(k) != now.get(k))
+
+
+def refuse(then: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    """Refuse a position for another order.
+
+    Args:
+        what: is true now.
+
+    Raises:
+        DataError: names what has changed.
+    """
+    if changed := differing(then, now):
+        raise DataError(
+            f"the data position was taken with other settings: {changed}",
+            now=what,
+            todo='use the settings of before, or let the position go on purpose with resume(data="restart"): the data begin anew then, '
+            "and samples of the epoch that was under way are repeated",
+        )
+
+
+def _kind(loader: object) -> str:
+    names = {c.__name__ for c in type(loader).__mro__}
+    known = next((name for name in (SHARED, "StatefulDataLoader", "DataLoader") if name in names), "")
+    if known:
+        return known
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return "loader with state_dict"
+    return "iterator" if isinstance(loader, Iterator) else "iterable"
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _word(order: Mapping[str, Any], key: str) -> object:
+    return order.get(key, "none")

@@ -1,0 +1,196 @@
+"""What decides the order of a loader's samples: what is in it, what is not, and positions of releases that did not write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ftckpt.data.elastic import ElasticLoader
+from ftckpt.data.order import differing, order_of
+from ftckpt.data.reel import Reel
+from ftckpt.data.sampler import ElasticSampler
+from ftckpt.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
+N = 23
+DATA: Any = list(range(N))
+Make = Callable[[], Iterable[Any]]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N))
+
+
+class Own:
+    """A plain iterable that says its settings."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([DATA[i : i + self.batch_size] for i in range(0, N, self.batch_size)])
+
+
+def torch_loader(**options: Any) -> Make:
+    return lambda: DataLoader(DATA, **({"batch_size": 4} | options))
+
+
+def stateful(data: Any = DATA, **options: Any) -> Make:
+    return lambda: StatefulDataLoader(data, **({"batch_size": 4} | options))
+
+
+def cut(kind: Any, size: int, drop_last: bool = False) -> Make:
+    return lambda: kind(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), size, drop_last))
+
+
+def distributed(**options: Any) -> Make:
+    told = {"num_replicas": 2, "rank": 0, "shuffle": True, "seed": 0} | options
+    return lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, **told))
+
+
+CHANGES: dict[str, tuple[Make, Make, str]] = {
+    "size": (torch_loader(), torch_loader(batch_size=8), "batch_size 4 then, 8 now"),
+    "size of a batch sampler": (cut(DataLoader, 4), cut(DataLoader, 8), "batch_size 4 then, 8 now"),
+    "size of a stateful batch sampler": (cut(StatefulDataLoader, 4), cut(StatefulDataLoader, 8), "batch_size 4 then, 8 now"),
+    "end of a batch sampler": (cut(DataLoader, 4), cut(DataLoader, 4, True), "drop_last False then, True now"),
+    "shuffle": (torch_loader(), torch_loader(shuffle=True), "sampler SequentialSampler then, RandomSampler now"),
+    "stateful shuffle": (stateful(shuffle=True), stateful(), "sampler RandomSampler then, SequentialSampler now"),
+    "drop_last": (stateful(), stateful(drop_last=True), "drop_last False then, True now"),
+    "length": (stateful(), stateful(list(range(40))), "length 23 then, 40 now"),
+    "kind": (torch_loader(), stateful(), "kind DataLoader then, StatefulDataLoader now"),
+    "plain kind": (lambda: Own(4), lambda: iter(Own(4)), "kind iterable then, iterator now"),
+    "plain size": (lambda: Own(4), lambda: Own(6), "batch_size 4 then, 6 now"),
+    "length of a list": (lambda: [[1], [2]], lambda: [[1], [2], [3]], "batches 2 then, 3 now"),
+    "samples of a sampler": (
+        torch_loader(sampler=RandomSampler(DATA, num_samples=8)), torch_loader(sampler=RandomSampler(DATA, num_samples=12)),
+        "samples_per_epoch 8 then, 12 now",
+    ),
+    "seed of a sampler": (distributed(), distributed(seed=1), "seed 0 then, 1 now"),
+    "share": (distributed(), distributed(rank=1), "rank 0 then, 1 now"),
+    "workers that share a stream": (
+        lambda: DataLoader(Stream(), batch_size=4), lambda: DataLoader(Stream(), batch_size=4, num_workers=2), "num_workers 0 then, 2 now",
+    ),
+    "workers of torchdata": (stateful(), stateful(num_workers=2), "num_workers 0 then, 2 now"),
+}  # fmt: skip
+
+SAME: dict[str, tuple[Make, Make]] = {
+    "workers": (
+        torch_loader(shuffle=True),
+        torch_loader(shuffle=True, num_workers=2, prefetch_factor=3, persistent_workers=True, timeout=30),
+    ),
+    "seed of a generator, which is put back": (
+        lambda: torch_loader(shuffle=True, generator=torch.Generator().manual_seed(1))(),
+        lambda: torch_loader(shuffle=True, generator=torch.Generator().manual_seed(2))(),
+    ),
+    "prefetch": (stateful(num_workers=1), stateful(num_workers=1, prefetch_factor=5)),
+    "pinned": (torch_loader(), torch_loader(pin_memory=True)),
+}
+
+
+def after_two(make: Make) -> bytes:
+    torch.manual_seed(5)
+    reel = Reel(make(), 2)
+    reel.snapshot()
+    reel.draw()
+    reel.draw()
+    spot = reel.snapshot()
+    reel.close()
+    return spot
+
+
+@pytest.mark.covers("I4", "I12", "F47")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_position_is_refused_by_a_loader_of_another_order_which_is_named(name: str) -> None:
+    then, now, words = CHANGES[name]
+    with pytest.raises(DataError, match=words) as refused:
+        Reel(now(), 2).restore(after_two(then))
+    assert "restart" in str(refused.value)
+
+
+@pytest.mark.covers("I4", "I12")
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+@pytest.mark.parametrize("name", SAME)
+def test_what_does_not_change_the_order_may_change(name: str) -> None:
+    then, now = SAME[name]
+    torch.manual_seed(5)
+    whole = Reel(then(), 2)
+    whole.snapshot()
+    expected = [whole.draw().tolist() for _ in range(12)][2:]
+    torch.manual_seed(6)
+    other = Reel(now(), 2)
+    other.restore(after_two(then))
+    assert [other.draw().tolist() for _ in range(10)] == expected
+    whole.close()
+    other.close()
+
+
+@pytest.mark.covers("I12")
+def test_a_position_of_the_release_before_is_taken_and_its_settings_are_compared() -> None:
+    def first(data: bytes) -> bytes:
+        doc = msgspec.json.decode(data)
+        del doc["order"]
+        return msgspec.json.encode(doc | {"version": 1, "shape": {"num_workers": 0, "batch_size": 4}})
+
+    spot = first(after_two(torch_loader()))
+    reel = Reel(torch_loader(num_workers=1)(), 2)
+    reel.restore(spot)
+    assert reel.draw().tolist() == [8, 9, 10, 11]
+    reel.close()
+    Reel(DATA, 2).restore(msgspec.json.encode(msgspec.json.decode(spot) | {"shape": {}}))
+    with pytest.raises(DataError, match="batch_size 4 then, 8 now"):
+        Reel(torch_loader(batch_size=8)(), 2).restore(spot)
+    with pytest.raises(DataError, match="num_workers 0 then, 1 now"):
+        Reel(stateful(num_workers=1)(), 2).restore(first(after_two(stateful())))
+    with pytest.raises(DataError, match="version 9"):
+        Reel(DATA, 2).restore(msgspec.json.encode(msgspec.json.decode(spot) | {"version": 9}))
+
+
+@pytest.mark.covers("I12")
+def test_a_shared_order_is_its_length_its_shuffle_and_its_seed() -> None:
+    base: dict[str, Any] = {"length": N, "seed": 1, "batch_size": 4, "epochs": 2}
+
+    def made(**more: Any) -> dict[str, Any]:
+        return ElasticSampler(**(base | more)).order
+
+    legal: list[dict[str, Any]] = [
+        {"batch_size": 8}, {"batch_size": None, "global_batch": 6}, {"micro_batch": 2}, {"drop_last": True}, {"epochs": 3}
+    ]  # fmt: skip
+    assert [differing(made(), made(**more)) for more in legal] == [""] * 5
+    assert differing(made(), made(seed=2)) == "seed 1 then, 2 now"
+    assert differing(made(), made(length=40)) == "length 23 then, 40 now"
+    assert differing(made(), made(shuffle=False)) == "seed 1 then, none now, shuffle True then, False now"
+    assert differing(made(shuffle=False), made(shuffle=False, seed=9)) == ""
+    assert differing(made(), order_of(stateful()())) == "kind ElasticLoader then, StatefulDataLoader now"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 2.5}, {"batch_size": True}, {"batch_size": 2, "epochs": 0}, {"batch_size": 2, "epochs": -1},
+        {"batch_size": 2, "length": -1}, {"batch_size": 2, "length": 0}, {"batch_size": 2, "length": None}, {"global_batch": "8"},
+        {"batch_size": 2, "micro_batch": 0}, {"batch_size": 2, "seed": "a"}, {"batch_size": 2, "seed": 1.5},
+    ],
+)  # fmt: skip
+def test_numbers_that_a_shared_order_cannot_have_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="ElasticSampler: "):
+        ElasticSampler(**({"length": 5} | options))
+
+
+@pytest.mark.parametrize("told", [(0, 5, 3), (0, 3, 3), (-3, 0, 1), (0, 0, 0), (0, -1, 2), (0, 0, 1, 0), (0, 0, 1, 2, 2), (0.5, 0, 1)])
+def test_shares_that_cannot_be_are_refused(told: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        ElasticSampler(10, batch_size=3).share(*told)
+
+
+def test_a_shared_order_longer_than_its_data_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has 10 samples, and the ElasticSampler 12"):
+        ElasticLoader(range(10), ElasticSampler(12, batch_size=3))
+    with pytest.raises(ConfigError, match="own=2"):
+        ElasticLoader(range(12), ElasticSampler(12, batch_size=3), ranks=2, own=2)
