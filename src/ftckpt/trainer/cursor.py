@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import Damaged, Mismatch, Unstorable
 from ftckpt.format.leaves import decode_tree, encode_tree, path_name
+from ftckpt.format.manifest import Cursor
 from ftckpt.trainer import rng as streams
 from ftckpt.trainer.layout import as_integers, check_storable, dtype_name
 from ftckpt.trainer.naming import decode_torch, encode_torch
@@ -37,45 +38,6 @@ def capture_cursor(registry: StateRegistry, loader_state: object | None) -> byte
     return msgspec.json.encode(doc)
 
 
-def restore_cursor(doc: bytes, registry: StateRegistry, *, rng: bool = True) -> object | None:
-    """Load per-replica states in place, then, last of all, the RNG streams.
-
-    Args:
-        doc: from ``capture_cursor``.
-        registry: live objects.
-        rng: whether to set the RNG streams.
-
-    Returns:
-        The loader's state, for the caller to apply (applying may draw random numbers: then pass ``rng=False`` and call
-        ``restore_cursor_rng`` afterwards).
-
-    Raises:
-        Mismatch: the per-replica states are not those of the document, or one could not take its value.
-        Damaged: not such a document; nothing was changed.
-    """
-    cursor = _parse(doc)
-    live = {state.name: state for state in registry.of_scope("replica")}
-    stored = cursor.get("states", {})
-    if live.keys() != stored.keys():
-        missing, unexpected = sorted(live.keys() - stored.keys()), sorted(stored.keys() - live.keys())
-        raise Mismatch(
-            f"per-replica states do not fit: missing in the cursor {missing}, in the cursor but not registered {unexpected}",
-            now="nothing was changed",
-            todo="register with scope='replica' what was registered so when saved",
-        )
-    values = {name: _decode(node) for name, node in stored.items()}
-    loader = _decode(cursor["loader"]) if "loader" in cursor else None
-    if wrong := [f"{name}: {why}" for name, value in values.items() if (why := unfit(live[name], value))]:
-        raise Mismatch(
-            f"per-replica states do not fit: {'; '.join(wrong)}", now="nothing was changed", todo="register what was registered when saved"
-        )
-    for name, value in values.items():
-        give(live[name], value)
-    if rng:
-        restore_cursor_rng(doc)
-    return loader
-
-
 def restore_cursor_rng(doc: bytes) -> list[str]:
     """Set the RNG streams of a cursor; the last thing of a resume.
 
@@ -85,8 +47,8 @@ def restore_cursor_rng(doc: bytes) -> list[str]:
     Raises:
         Damaged: not such a document; the streams are as before.
     """
-    cursor = _parse(doc)
-    return streams.restore_rng(_decode(cursor["rng"])) if "rng" in cursor else ["the cursor holds no random streams"]
+    cursor = parse_cursor(doc)
+    return streams.restore_rng(decode_value(cursor["rng"])) if "rng" in cursor else ["the cursor holds no random streams"]
 
 
 def unfit(state: State, value: Any) -> str:
@@ -130,7 +92,28 @@ def call_user(name: str, load: Callable[[Any], object], value: Any) -> None:
         ) from e
 
 
-def _parse(doc: bytes) -> dict[str, Any]:
+def own_of(cursor: Cursor) -> bytes:
+    """The document of a cursor's rank, as ``capture_cursor`` gave it.
+
+    Raises:
+        Damaged: there is none.
+    """
+    try:
+        return bytes(msgspec.json.decode(cursor.state, type=dict[str, msgspec.Raw])["own"])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as e:
+        raise Damaged(
+            f"a cursor of {cursor.replica}, rank {cursor.rank}, is not readable: {e}",
+            now="nothing was changed",
+            todo="take another generation",
+        ) from e
+
+
+def parse_cursor(doc: bytes) -> dict[str, Any]:
+    """What is in a document of ``capture_cursor``: ``states`` by name, ``rng`` and maybe ``loader``, encoded.
+
+    Raises:
+        Damaged: it is no such document.
+    """
     try:
         return msgspec.json.decode(doc, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -152,7 +135,9 @@ def _encode(value: object, where: str) -> object:
     return encode_tree(value, hook=hook, where=where)
 
 
-def _decode(node: object) -> Any:
+def decode_value(node: object) -> Any:
+    """The value of one of them. Raises Damaged."""
+
     def resolve(found: dict[str, Any]) -> object:
         if "$tensor" not in found:
             return decode_torch(found)

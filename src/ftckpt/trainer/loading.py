@@ -17,10 +17,11 @@ from ftckpt.flows.read import OpenGeneration, open_generation
 from ftckpt.format.leaves import decode_leaves
 from ftckpt.format.manifest import Cursor, Manifest
 from ftckpt.ports import BlobStore, CommitLog
-from ftckpt.trainer.cursor import restore_cursor, restore_cursor_rng
+from ftckpt.trainer.cursor import restore_cursor_rng
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.orphans import DataPolicy, Heritage, Orphans
+from ftckpt.trainer.own import Own
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.restore import RestoreReport, restore
 from ftckpt.trainer.states import StateRegistry
@@ -75,6 +76,7 @@ class GenerationLoader:
             cursor = generation.cursor(replica.replica, self._group.rank) if options.with_cursor else None
             heirs = self._heirs(cursor, generation, replica) if options.with_cursor and self._loaders.kind == "own" else ()
             only, seeded = self._present(manifest, options)
+            own = self._own_of(generation, cursor, replica) if options.with_cursor else None
             report = restore(
                 self._registry,
                 generation.images,
@@ -85,8 +87,9 @@ class GenerationLoader:
                 sources=options.sources,
                 strict=options.strict,
                 on_mismatch=options.on_mismatch,
+                own=own,
             )
-        warnings = seeded + (self._own(cursor, manifest, replica) if options.with_cursor else ())
+        warnings = seeded + (own.warnings(options.exclude) + self._position(cursor, manifest, replica) if own is not None else ())
         count = manifest.counts.get(str(replica.member), 0)
         self._loaders.settle(self._policy, Heritage(count=count, links=heirs), lost=self._resized(cursor))
         samples = manifest.samples if not anew else 0
@@ -122,7 +125,11 @@ class GenerationLoader:
         self.restore_rng()
         self._rng = None
 
-    def _own(self, cursor: Cursor | None, manifest: Manifest, replica: Replica) -> tuple[str, ...]:
+    def _own_of(self, generation: OpenGeneration, cursor: Cursor | None, replica: Replica) -> Own:
+        return Own.of(generation, cursor, replica.replica, self._group.rank, self._group.world_size)
+
+    def _position(self, cursor: Cursor | None, manifest: Manifest, replica: Replica) -> tuple[str, ...]:
+        """The loader to where the cursor says; its random streams are set later."""
         self._rng = None
         if cursor is None:
             self._loaders.restore(0, None)
@@ -130,9 +137,7 @@ class GenerationLoader:
                 return (f"generation of step {manifest.step} has no cursor of rank {self._group.rank} of replica {replica.replica}",)
             return ()
         state = msgspec.json.decode(cursor.state, type=dict[str, msgspec.Raw])
-        own = bytes(state["own"])
-        restore_cursor(own, self._registry, rng=False)
-        self._rng = own
+        self._rng = bytes(state["own"])
         self._loaders.restore(cursor.ordinal, bytes(state["loader"]))
         return ()
 

@@ -18,6 +18,7 @@ from ftckpt.trainer.modules import plan_module
 from ftckpt.trainer.naming import TreeEncoder, local_of, parameter_names
 from ftckpt.trainer.optimizers import OptimizerPart
 from ftckpt.trainer.overlaps import settle
+from ftckpt.trainer.own import Own
 from ftckpt.trainer.reading import Sink, read_all
 from ftckpt.trainer.report import OnMeta, OnMismatch, RestoreReport, StateReport, Strictness
 from ftckpt.trainer.states import State, StateRegistry
@@ -42,6 +43,7 @@ def restore(
     meta: OnMeta = "error",
     threads: int = 2,
     placed: Mapping[str, int] | None = None,
+    own: Own | None = None,
 ) -> RestoreReport:
     """Load stored states into the registered objects, in place.
 
@@ -49,7 +51,7 @@ def restore(
     filled block by verified block; parameter groups, ``load_state_dict`` of trees and the like come after the last byte.
 
     Args:
-        registry: live objects; states of scope "replica" are passed over (see ``cursor``).
+        registry: live objects; states of scope "replica" are loaded from ``own``.
         images: the shards of one generation (or a peer's snapshot), in any order.
         leaves: documents of all ranks, merged.
         states: how each stored state was stored (``Manifest.states``).
@@ -62,6 +64,7 @@ def restore(
         meta: what to do with parameters on the meta device: refuse, leave them, or give them memory on the CPU.
         threads: threads that read and copy.
         placed: stored tensors that are in live memory already, by name, and at which address (``landing``): not copied again.
+        own: what there is of this rank's own states; they are left alone where it is left out. ``only`` is not about them.
 
     Raises:
         Mismatch: lists every missing, unexpected, misshaped or differently typed key; nothing was changed.
@@ -69,7 +72,7 @@ def restore(
         Damaged: bytes do not match their digest; tensors may have been overwritten: load again from another source
             before training on. Learning rates, RNG streams, gradients, optimizers' structure and trees are as before.
     """
-    chosen = _choose(registry, only, exclude, sources, strict, on_mismatch)
+    chosen = _choose(registry, only, exclude, sources, strict, on_mismatch, own=own is not None)
     report = RestoreReport()
 
     def filled() -> list[Callable[[], object]]:
@@ -80,12 +83,16 @@ def restore(
         problems: list[str] = []
         remedies: set[str] = set()
         read: set[str] = set()
-        for state in sorted(chosen, key=lambda s: _ORDER[s.kind]):
-            source = _source(state.name, sources or {}, states)
+        for state in sorted(chosen, key=lambda s: (s.scope == "replica", _ORDER[s.kind])):
+            mine = own if state.scope == "replica" else None
+            source = _source(state.name, sources or {}, states if mine is None else mine.stored)
             part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"))
-            read.add(part.source)
+            if mine is not None:
+                mine.plan(part, state)
+            else:
+                read.add(part.source)
+                _plan(part, state, source, leaves, states, names, meta)
             fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
-            _plan(part, state, source, leaves, states, names, meta)
             if part.problems and fresh:
                 part = _left_alone(part)
             problems += part.problems
@@ -95,7 +102,7 @@ def restore(
         raise_all(problems + clashes, remedies)
         report.bytes = _fill(index, sinks, parts, threads, placed or {})
         report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
-        report.unread = [name for name in states if name not in read]
+        report.unread = [name for name in states if name not in read] + (own.unread(exclude) if own is not None else [])
         return [load for part in parts for load in part.loads]
 
     with without_gc():  # what is made only for the while has gone again before the next collection
@@ -187,6 +194,8 @@ def _choose(
     sources: Mapping[str, str | Sequence[str]] | None,
     strict: Strictness | Mapping[str, Strictness],
     on_mismatch: OnMismatch | Mapping[str, OnMismatch],
+    *,
+    own: bool,
 ) -> list[State]:
     shared = registry.of_scope("shared")
     known, every = {state.name for state in shared}, {state.name for state in registry}
@@ -203,7 +212,8 @@ def _choose(
         f"on_mismatch='fresh' is for optimizers, and {name!r} is a {kind}" for name, kind in kinds.items() if kind != "optimizer"
     ]
     given.refuse(todo=f"registered states are: {', '.join(sorted(every)) or 'none'}")
-    return [s for s in shared if (only is None or s.name in only) and s.name not in exclude]
+    wanted = [s for s in registry if (own if s.scope == "replica" else only is None or s.name in only)]
+    return [s for s in wanted if s.name not in exclude]
 
 
 def _for(option: Any, name: str, default: str) -> Any:

@@ -119,8 +119,10 @@ class Starter:
             raise NotFound(f"job {self._job!r} has no generation to read", now="nothing was loaded", todo="check job, root and log")
         report = self._complete(report)
         self.done = True
-        for line in (*report.reasons, *report.passed_over, *report.warnings):
+        for line in (*report.reasons, *report.passed_over):
             logger.info("resume: %s", line)
+        for line in report.warnings:
+            logger.warning("resume: %s", line)
         self._events.tell(Resumed(step=report.step, report=report))
         return report
 

@@ -21,6 +21,11 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 from ftckpt import Checkpointer, Never  # noqa: E402
 from ftckpt.errors import FtckptError  # noqa: E402
 
+OPTIONS: dict[str, dict[str, object]] = {
+    "three-lenient": {"strict": {"own": "lenient", "stream": "lenient"}},
+    "three-without": {"exclude": ["own"], "strict": {"stream": "lenient"}},
+}
+
 
 def sequence() -> int:
     """How many collectives the process group has made."""
@@ -51,7 +56,9 @@ def main(root: Path, verb: str) -> None:
         try:
             with CommDebugMode() as counted:
                 before = sequence()
-                said["step"] = ckpt.resume().step
+                report = ckpt.resume(**OPTIONS.get(verb, {}))  # type: ignore[arg-type]
+                said["step"], said["warnings"] = report.step, report.warnings
+                said["states"] = {name: state.outcome for name, state in report.states.states.items()} if report.states else {}
                 said["resuming"] = counted.get_total_counts() + sequence() - before
         except FtckptError as e:
             tell({**said, "error": type(e).__name__, "text": str(e)})

@@ -16,13 +16,13 @@ SCRIPT = Path(__file__).with_name("rank_job.py")
 pytestmark = pytest.mark.slow
 
 
-def run(folder, verb):
+def run(folder, verb, nproc=2):
     """What the ranks said, in order."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "FTCKPT_RUNTIME_DIR": str(folder / "run"), "FTCKPT_DEADLINES_LINGER_S": "1"}
-    argv = torchrun([str(SCRIPT), str(folder / "root"), verb], job=f"ranks-{verb}", nproc=2)
+    argv = torchrun([str(SCRIPT), str(folder / "root"), verb], job=f"ranks-{verb}", nproc=nproc)
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"{verb}-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"{verb}-{rank}.json").read_text()) for rank in range(nproc)]
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +54,22 @@ def test_each_rank_gets_what_it_stored_under_the_same_names_and_what_is_absent_i
     for said in run(folder, "more"):
         assert said["error"] == "Mismatch"
         assert "another" in said["text"]
+
+
+@pytest.mark.covers("D5", "C4", "B6")
+def test_own_states_of_ranks_that_are_gone_are_told_and_those_that_a_new_rank_lacks_are_an_error_unless_that_was_said(saved):
+    folder, _, _ = saved
+    (alone,) = run(folder, "fewer", nproc=1)
+    assert alone["own"] == {"rank": 0, "seen": [0.0, 1.0, 2.0]}
+    assert [w for w in alone["warnings"] if "own of rank 1" in w] == [
+        "own of rank 1 is stored, and there is no such rank here: it is left out"
+    ]
+    assert len([w for w in alone["warnings"] if "stream of rank 1" in w]) == 1
+    for said in run(folder, "three", nproc=3):
+        assert said["error"] == "Mismatch"
+        assert "own: it is each rank's own" in said["text"]
+        assert "none of rank 2 of" in said["text"]
+    ranks = run(folder, "three-lenient", nproc=3)
+    assert [r["own"]["rank"] for r in ranks] == [0, 1, -1]
+    assert [r["states"]["own"] for r in ranks] == ["loaded", "loaded", "absent"]
+    assert all("own" not in r["states"] and r["own"] == {"rank": -1} for r in run(folder, "three-without", nproc=3))

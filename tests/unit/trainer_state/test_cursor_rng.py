@@ -8,11 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from own_tools import restore_cursor
 from state_tools import registry, same_nested, save
 from torch import nn
 
-from ftckpt.errors import Damaged, Mismatch, Unstorable
-from ftckpt.trainer.cursor import capture_cursor, restore_cursor, restore_cursor_rng
+from ftckpt.errors import ConfigError, Damaged, Mismatch, Unstorable
+from ftckpt.trainer.cursor import capture_cursor, restore_cursor_rng
+from ftckpt.trainer.own import Own
+from ftckpt.trainer.restore import restore
 from ftckpt.trainer.rng import capture_rng, derive_rng
 from ftckpt.trainer.states import StateRegistry
 
@@ -96,20 +99,46 @@ def test_per_replica_states_are_in_the_cursor_and_not_in_the_image():
     assert same_nested(mine, kept)
 
 
-@pytest.mark.covers("D5")
+def own(**states):
+    found = StateRegistry()
+    for name, value in states.items():
+        found.add(name, value, scope="replica")
+    return found
+
+
+@pytest.mark.covers("D5", "C4")
 def test_a_state_that_the_cursor_lacks_is_an_error_and_changes_nothing():
-    one, two = StateRegistry(), StateRegistry()
-    one.add("a", {"n": 1}, scope="replica")
     value = {"n": 2}
-    two.add("a", value, scope="replica")
-    two.add("b", {}, scope="replica")
+    two = own(a=value, b={}, c={})
+    doc = capture_cursor(own(a={"n": 1}, c=[1]), None)
     before = torch.get_rng_state()
-    with pytest.raises(Mismatch, match="missing in the cursor \\['b'\\]"):
-        restore_cursor(capture_cursor(one, None), two)
-    with pytest.raises(Mismatch, match="not registered \\['a', 'b'\\]"):
-        restore_cursor(capture_cursor(two, None), StateRegistry())
+    with pytest.raises(Mismatch) as refused:
+        restore_cursor(doc, two)
+    assert all(text in str(refused.value) for text in ("b: it is each rank's own", "c: it is a dict", "strict='lenient'"))
     assert value == {"n": 2}
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.covers("D5", "C4")
+def test_each_own_state_has_a_strictness_can_be_excluded_and_be_filled_from_another():
+    doc = capture_cursor(own(a={"n": 1}, c={"n": 3}), None)
+    a, b, c = {"n": 7}, {"n": 8}, {"n": 9}
+    restore_cursor(doc, own(a=a, b=b, c=c), strict={"b": "lenient"}, exclude=["c"])
+    assert (a, b, c) == ({"n": 1}, {"n": 8}, {"n": 9})
+    restore_cursor(doc, own(a=a, b=b, c=c), sources={"a": "c", "b": ["x", "a"]})
+    assert (a, b, c) == ({"n": 3}, {"n": 1}, {"n": 3})
+    with pytest.raises(ConfigError, match="exclude names 'x'"):
+        restore_cursor(doc, own(a=a), exclude=["x"])
+
+
+@pytest.mark.covers("D5")
+def test_an_own_state_that_nobody_takes_is_told():
+    doc = capture_cursor(own(a={"n": 1}, b={"n": 2}), None)
+    told = Own(doc)
+    report = restore(own(a={}), [], {}, {}, only=(), own=told)
+    assert report.unread == ["b"]
+    assert report.states["a"].outcome == "loaded"
+    assert told.warnings(()) == ("b of this rank are stored, and not registered here",)
 
 
 @pytest.mark.covers("F74")

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from own_tools import restore_cursor
 from state_tools import registry, same, same_nested, save
 from torch import nn
 from torch.nn import functional as F
 
-from ftckpt.trainer.cursor import capture_cursor, restore_cursor
+from ftckpt.trainer.cursor import capture_cursor
 from ftckpt.trainer.states import StateRegistry
 
 torch.set_num_threads(1)
