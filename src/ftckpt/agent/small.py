@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from ftckpt.agent.jobs import Job
 from ftckpt.domain.names import cursor_file
 from ftckpt.errors import StoreError
-from ftckpt.format.leaves import decode_leaves, encode_leaves, merge_leaves
+from ftckpt.format.leaves import decode_leaves, encode_leaves
 from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, LEAVES, FileInfo, Intent, encode, sha256
+from ftckpt.format.merging import merge_leaves
 from ftckpt.ports import BlobStore
 
 

@@ -39,6 +39,7 @@ class Encoder(Protocol):
     def child(self, key: object, value: object) -> object: ...
     def items(self, values: Sequence[object]) -> list[object]: ...
     def pairs(self, mapping: Mapping[object, object]) -> list[object]: ...
+    def attributes(self, value: object) -> dict[str, object]: ...
     def refusal(self, why: str) -> Unstorable: ...
 
 
@@ -105,6 +106,15 @@ def _pairs(content: list[Any], decode: Decode) -> list[tuple[Any, object]]:
     if len({key for key, _ in pairs}) != len(pairs):
         raise ValueError("a key is there twice")
     return pairs
+
+
+def _with_attributes(value: Any, decode: Decode, node: dict[str, Any]) -> Any:
+    if "attributes" in node:
+        found = decode(node["attributes"])
+        if type(found) is not dict or not all(type(name) is str for name in found):
+            raise ValueError("attributes that are no names and values")
+        vars(value).update(found)
+    return value
 
 
 def _set(content: list[Any], decode: Decode) -> set[Any]:
@@ -191,8 +201,8 @@ _ENCODERS: dict[type, Callable[[Any, Encoder], dict[str, object]]] = {
     range: lambda v, to: {"$range": to.items([v.start, v.stop, v.step])},
     set: lambda v, to: {"$set": _encode_set(v, to)},
     frozenset: lambda v, to: {"$frozenset": _encode_set(v, to)},
-    collections.OrderedDict: lambda v, to: {"$odict": to.pairs(v)},
-    collections.Counter: lambda v, to: {"$counter": to.pairs(v)},
+    collections.OrderedDict: lambda v, to: {"$odict": to.pairs(v), **to.attributes(v)},
+    collections.Counter: lambda v, to: {"$counter": to.pairs(v), **to.attributes(v)},
     collections.defaultdict: _encode_defaultdict,
     collections.deque: lambda v, to: {"$deque": [v.maxlen, to.items(list(v))]},
     datetime.datetime: _encode_datetime,
@@ -214,8 +224,8 @@ DECODERS: dict[str, Decoder] = {
     "$set": lambda c, decode, node: _set(c, decode),
     "$frozenset": lambda c, decode, node: frozenset(_set(c, decode)),
     "$dict": lambda c, decode, node: dict(_pairs(c, decode)),
-    "$odict": lambda c, decode, node: collections.OrderedDict(_pairs(c, decode)),
-    "$counter": lambda c, decode, node: collections.Counter(dict(_pairs(c, decode))),
+    "$odict": lambda c, decode, node: _with_attributes(collections.OrderedDict(_pairs(c, decode)), decode, node),
+    "$counter": lambda c, decode, node: _with_attributes(collections.Counter(dict(_pairs(c, decode))), decode, node),
     "$defaultdict": lambda c, decode, node: collections.defaultdict(cast(Any, _FACTORIES[c[0]]), _pairs(c[1], decode)),
     "$deque": lambda c, decode, node: collections.deque(map(decode, c[1]), c[0]),
     "$datetime": lambda c, decode, node: _datetime(c),

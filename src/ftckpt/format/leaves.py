@@ -11,30 +11,20 @@ from typing import cast
 
 import msgspec
 
-from ftckpt.errors import Damaged, Mismatch, Unstorable
+from ftckpt.errors import Damaged, Unstorable
 from ftckpt.format import leafclasses, leaftypes
-from ftckpt.format.leafclasses import register_class
-
-__all__ = [
-    "LEAVES_VERSION",
-    "Leaves",
-    "decode_leaves",
-    "decode_tree",
-    "encode_leaves",
-    "encode_tree",
-    "merge_leaves",
-    "path_name",
-    "register_class",
-]
+from ftckpt.format.leafclasses import register_class as register_class
 
 LEAVES_VERSION = 1
 MAX_DEPTH = 64  # of nesting; deeper values are refused at save, so that every reader can follow
 
 Path = tuple[object, ...]
+ATTRIBUTES = object()  # the step of a path below which the attributes of a mapping are
 EncodeHook = Callable[[Path, object], object | None]
 DecodeHook = Callable[[dict[str, object]], object]
 
 _ATOMS = (type(None), bool)
+_PLAIN_KEYS = frozenset({type(None), bool, int, str})  # of which no two are stored alike
 _INT64 = 1 << 63
 
 
@@ -81,16 +71,24 @@ def decode_tree(doc: object, *, tensor: DecodeHook | None = None) -> object:
         raise Damaged("an encoded tree is nested too deeply to be one", todo="take another generation") from e
 
 
-def path_name(path: Sequence[object]) -> str:
+def path_name(path: Sequence[object], hook: EncodeHook | None = None, where: str = "") -> str:
     """A path of keys as one name; different paths have different names.
 
     String keys stand as they are, with ``~`` as ``~0`` and ``/`` as ``~1``; an int 7 is ``~i7``, True ``~b1``, None ``~n``, the
-    empty string ``~e``; any other key is ``~j`` and its encoded JSON, escaped likewise.
+    empty string ``~e``; any other key is ``~j`` and its encoded JSON, escaped likewise. ``ATTRIBUTES`` is ``~a``.
+
+    Args:
+        path: the keys.
+        hook: as that of ``encode_tree``, for keys.
+        where: above all of them, for messages.
+
+    Raises:
+        Unstorable: a key cannot be stored; names it and where it is.
     """
-    return "/".join(map(_part, path))
+    return "/".join([_part(key, hook, (where, path[:i])) for i, key in enumerate(path)])
 
 
-def _part(key: object) -> str:
+def _part(key: object, hook: EncodeHook | None = None, above: tuple[str, Sequence[object]] = ("", ())) -> str:
     if type(key) is str and key and leaftypes.plain_text(key):
         return key.replace("~", "~0").replace("/", "~1")
     if key == "" and type(key) is str:
@@ -101,8 +99,26 @@ def _part(key: object) -> str:
         return f"~b{int(key)}"
     if type(key) is int and -_INT64 <= key < _INT64:
         return f"~i{key}"
-    text = msgspec.json.encode(encode_tree(key, where="a key")).decode()
+    if key is ATTRIBUTES:
+        return "~a"
+    text = msgspec.json.encode(_key(key, hook, _place(*above))).decode()
     return "~j" + text.replace("~", "~0").replace("/", "~1")
+
+
+def _key(key: object, hook: EncodeHook | None, where: str) -> object:
+    """A key's encoded form.
+
+    Raises:
+        Unstorable: it has none.
+    """
+    try:
+        return encode_tree(key, hook=hook, where="the key")
+    except Unstorable as e:
+        raise Unstorable(
+            f"{where} has the key {repr(key)[:80]}: {e.what}",
+            now="nothing was written",
+            todo="use keys that can be stored, such as texts and numbers, or leave it out of the state",
+        ) from e
 
 
 class _Encoder:
@@ -152,13 +168,35 @@ class _Encoder:
 
     def pairs(self, mapping: Mapping[object, object]) -> list[object]:
         """Encode a mapping with any keys, in its order."""
-        return [[self.child(key, key), self.child(key, value)] for key, value in mapping.items()]
+        found: list[object] = []
+        odd: set[bytes] = set()
+        for key, value in mapping.items():
+            plain = type(key) in _PLAIN_KEYS
+            node = self.encode(key) if plain else _key(key, self._key_hook, _place(self._where, self._path))
+            if not plain and (text := exact(node)) in odd:
+                raise self.refusal(f"has two keys {repr(key)[:80]} that would be stored alike")
+            odd.update(() if plain else (text,))
+            found.append([node, self.child(key, value)])
+        return found
+
+    def attributes(self, value: object) -> dict[str, object]:
+        """What stands beside a mapping's items: its attributes, where it has any."""
+        found = getattr(value, "__dict__", None)
+        return {"attributes": self.child(ATTRIBUTES, found)} if found else {}
+
+    def _key_hook(self, path: Path, value: object) -> object | None:
+        node = self._hook(path, value) if self._hook is not None else None
+        if type(node) is dict and not node.keys().isdisjoint(("$t", "$tensor")):
+            raise Unstorable("the key is a tensor, which would come back as another key")
+        return node
 
     def refusal(self, why: str) -> Unstorable:
         """The error for the value at the present path."""
-        name = path_name_for_people(self._path)
-        key = "/".join(part for part in (self._where, name) if part) or "the value"
-        return Unstorable(f"{key} {why}", now="nothing was written", todo="store it as plain values, or leave it out of the state")
+        return Unstorable(
+            f"{_place(self._where, self._path)} {why}",
+            now="nothing was written",
+            todo="store it as plain values, or leave it out of the state",
+        )
 
     def _dict(self, mapping: dict[object, object]) -> object:
         node: dict[str, object] = {}
@@ -175,6 +213,10 @@ class _Encoder:
         if node is None:
             raise self.refusal(f"is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored")
         return node
+
+
+def _place(where: str, path: Sequence[object]) -> str:
+    return "/".join(part for part in (where, path_name_for_people(path)) if part) or "the value"
 
 
 def path_name_for_people(path: Sequence[object]) -> str:
@@ -228,7 +270,7 @@ def encode_leaves(states: Mapping[str, object]) -> bytes:
 
 
 def decode_leaves(data: bytes, where: str) -> dict[str, object]:
-    """Read the document back: encoded trees by state name, for ``decode_tree`` or ``merge_leaves``.
+    """Read the document back: encoded trees by state name, for ``decode_tree`` or ``merging.merge_leaves``.
 
     Args:
         where: file name for messages.
@@ -245,49 +287,6 @@ def decode_leaves(data: bytes, where: str) -> dict[str, object]:
     return leaves.states
 
 
-def merge_leaves(docs: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Put the encoded trees of several ranks together: objects by key, everything else must be the same.
-
-    Raises:
-        Mismatch: two ranks have different values under one key; names the key and the ranks' places in ``docs``.
-    """
-    merged: dict[str, object] = {}
-    for index, doc in enumerate(docs):
-        for name, tree in doc.items():
-            merged[name] = _merge(merged[name], tree, (name,), index) if name in merged else tree
-    return merged
-
-
-def _merge(a: object, b: object, path: Path, index: int) -> object:
-    if (left := _pairs_of(a)) is not None and (right := _pairs_of(b)) is not None:
-        merged = {_exact(key): [key, value] for key, value in left}
-        for key, value in right:
-            raw = _exact(key)
-            merged[raw] = [key, _merge(merged[raw][1], value, (*path, _readable(key)), index) if raw in merged else value]
-        pairs = list(merged.values())
-        plain = "$dict" not in cast("dict[str, object]", a) and "$dict" not in cast("dict[str, object]", b)
-        return {cast(str, key): value for key, value in pairs} if plain else {"$dict": pairs}
-    if _exact(a) != _exact(b):
-        raise Mismatch(
-            f"{path_name(path)} differs between the ranks: document {index} of those to merge has another value than an earlier one",
-            now="the generation was not put together",
-            todo="make the value alike on all ranks, or declare the state per rank",
-        )
-    return a
-
-
-def _pairs_of(node: object) -> list[list[object]] | None:
-    """The keys and values of an encoded ``dict``; None for every other node."""
-    if type(node) is not dict:
-        return None
-    if node.keys() == {"$dict"}:
-        return cast("list[list[object]]", node["$dict"])
-    return None if next(iter(node), "")[:1] == "$" else [[key, value] for key, value in node.items()]
-
-
-def _exact(node: object) -> bytes:
+def exact(node: object) -> bytes:
+    """The same bytes for equal encoded trees, and for no others; in whatever order keys of objects are."""
     return msgspec.json.encode(node, order="deterministic")
-
-
-def _readable(key: object) -> object:
-    return key if type(key) in (str, int, bool, type(None)) else _exact(key).decode()

@@ -137,12 +137,25 @@ def _add_optimizer(found: Static, state: State, names: dict[int, tuple[str, str]
         found.claims[claim] = Claim(_kind("state of", parameter.tensor.shape), (claim,))
         optimizer = state.parts[parameter.part]
         held = optimizer.state.get(parameter.tensor, {})
+        steps = {step_name(key, claim) for key in held}
+        if len(steps) != len(held):
+            raise Unstorable(
+                f"{claim} has two keys that would be stored alike ({', '.join(sorted(steps))})",
+                now="nothing was written",
+                todo="use keys that differ when written down, such as texts",
+            )
         for key, value in held.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not (value.requires_grad or isinstance(value, torch.nn.Parameter)):
                 name = f"{claim}/{step_name(key)}"
                 check_storable(value, name)
                 found.sources.append(Source(name, value, value.is_conj() or value.is_neg(), claim))
                 found.memory[name] = memory_key(value)
+            elif isinstance(value, DTensor) and memory_key(value) != memory_key(parameter.tensor):
+                raise Unstorable(
+                    f"{claim}/{step_name(key)} is a DTensor that needs a gradient, which would come back without",
+                    now="nothing was written",
+                    todo="detach it: an optimizer's state needs no gradient",
+                )
             else:
                 found.loose.append(LooseValue(state.name, parameter.fqn, key, claim, optimizer, parameter.tensor))
     for part in state.parts:
@@ -188,7 +201,7 @@ def collect_dynamic(static: Static, mine: Callable[[str], bool], trees: Trees) -
         doc = found.encode(value, state_key(loose.state, loose.fqn, loose.key), loose.claim)
         if mine(loose.claim):
             by_key = found.leaves.setdefault(loose.state, {}).setdefault("state", {}).setdefault(loose.fqn, {})
-            by_key[str(path_name((loose.key,)))] = doc
+            by_key[step_name(loose.key)] = doc
     trees.end()
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import Damaged, Mismatch, Unstorable
-from ftckpt.format.leaves import decode_tree, encode_tree, path_name
+from ftckpt.format.leaves import decode_tree, encode_tree
 from ftckpt.format.manifest import Cursor
 from ftckpt.trainer import rng as streams
 from ftckpt.trainer.layout import as_integers, check_storable, dtype_name
-from ftckpt.trainer.naming import decode_torch, encode_torch
+from ftckpt.trainer.naming import decode_torch, encode_torch, name_of
 from ftckpt.trainer.states import State, StateRegistry
+
+_ATTRIBUTED = (OrderedDict, Counter)  # mappings that are stored with their attributes
 
 
 def capture_cursor(registry: StateRegistry, loader_state: object | None) -> bytes:
@@ -55,8 +58,11 @@ def unfit(state: State, value: Any) -> str:
     """Why a tree state cannot take a decoded value: a dict takes a dict, a list a list; "" where it can, or where its own function decides."""
     target = state.parts[0]
     kind = next((k for k in (dict, list) if isinstance(target, k)), type(target))
-    if state.load is not None or isinstance(value, kind):
+    if state.load is not None:
         return ""
+    if isinstance(value, kind):
+        lost = {} if type(target) in _ATTRIBUTED else getattr(value, "__dict__", {})
+        return f"it is a {type(target).__name__}, which cannot take the stored attributes {', '.join(lost)}" if lost else ""
     return f"it is a {kind.__name__}, and what was stored is a {type(value).__name__}"
 
 
@@ -72,6 +78,9 @@ def give(state: State, value: Any) -> None:
         return
     target.clear()
     target.update(value) if isinstance(target, dict) else target.extend(value)
+    if type(target) in _ATTRIBUTED:
+        vars(target).clear()
+        vars(target).update(getattr(value, "__dict__", {}))
 
 
 def call_user(name: str, load: Callable[[Any], object], value: Any) -> None:
@@ -124,7 +133,7 @@ def _encode(value: object, where: str) -> object:
     def hook(path: tuple[object, ...], found: object) -> object | None:
         if not isinstance(found, torch.Tensor):
             return encode_torch(found)
-        key = f"{where}/{path_name(path)}"
+        key = f"{where}/{name_of(path)}"
         check_storable(found, key)
         if isinstance(found, DTensor) or type(found) not in (torch.Tensor, nn.Parameter):
             raise Unstorable(f"{key} is a {type(found).__qualname__}; a cursor holds plain tensors", now="nothing was written")

@@ -31,6 +31,7 @@ class Part:
         name: the live state. source: the stored one.
         index: stored tensors.
         mode: how strictly.
+        owners: live tensors of modules by the name of what fills them, shared by all parts.
 
     Attributes:
         sinks: tensors to fill. late: those of them that ``finals`` fill.
@@ -39,7 +40,7 @@ class Part:
         problems: what does not fit. remedies: words that would let some of it pass.
     """
 
-    def __init__(self, name: str, source: str, index: Index, mode: Strictness) -> None:
+    def __init__(self, name: str, source: str, index: Index, mode: Strictness, owners: dict[str, torch.Tensor]) -> None:
         self.name, self.source, self.index = name, source, index
         self.lenient, self.cast = "lenient" in mode, "cast" in mode
         self.report = StateReport(name=name, source=source)
@@ -49,6 +50,7 @@ class Part:
         self.loads: list[Callable[[], object]] = []
         self.problems: list[str] = []
         self.remedies: set[str] = set()
+        self._owners = owners
         self._decoded: dict[tuple[str, bool, bool, bool], torch.Tensor] = {}
 
     def problem(self, text: str) -> None:
@@ -113,6 +115,17 @@ class Part:
             return
         self.put(key, tensor, made)
 
+    def owns(self, stored: Stored, tensor: torch.Tensor) -> None:
+        """A module's tensor is filled by what was stored of that very tensor."""
+        if self.name == self.source:
+            self._owners[stored.name] = tensor
+
+    def owner(self, name: str) -> torch.Tensor | None:
+        """The live tensor whose memory a tensor stored under that name shared, and is to share again."""
+        stored = self.index.get(name)
+        owner = self._owners.get(stored.name) if stored is not None and name != stored.name and self.name == self.source else None
+        return owner if owner is not None and stored is not None and (owner.dtype, owner.shape) == (stored.dtype, stored.shape) else None
+
     def put(self, key: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Let values of its shape that were read already fill a live tensor once the sinks are filled."""
         one, value = single(tensor.detach(), values)
@@ -143,18 +156,27 @@ class Part:
         return True
 
     def decode(
-        self, node: object, template: Mapping[str, torch.Tensor] | None = None, *, in_place: bool = False, eager: bool = False
+        self,
+        node: object,
+        template: Mapping[str, torch.Tensor] | None = None,
+        *,
+        in_place: bool = False,
+        eager: bool = False,
+        owned: bool = False,
     ) -> Any:
         """The value of an encoded tree; its tensors are filled when the sinks are (``eager``: now).
 
         Args:
             template: live tensors by stored name: tell device and sharding.
             in_place: whether a template's own memory is filled, where it fits.
+            owned: whether what shared memory with a module's tensor does so again.
         """
 
         def resolve(found: dict[str, Any]) -> object:
             if "$t" in found:
-                return self._tensor(found, template or {}, in_place, eager)
+                name = str(found["$t"])
+                owner = self.owner(name) if owned else None
+                return self._tensor(found, template or {}, in_place, eager) if owner is None else _again(found, owner)
             value = decode_torch(found)
             if value is None:
                 raise Damaged(f"{self.source}: {next(iter(found))} is not a tag that this release knows", todo="use a newer ftckpt")
@@ -197,6 +219,14 @@ class Part:
             self.finals.append(partial(live.requires_grad_, grad))
         self._decoded[stored.name, parameter, grad, eager] = tensor
         return tensor
+
+
+def _again(node: Mapping[str, Any], owner: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the memory of another one, of the kind that a node tells."""
+    parameter, grad = "parameter" in node, bool(node.get("grad"))
+    if parameter and isinstance(owner, nn.Parameter) and owner.requires_grad == grad:
+        return owner
+    return nn.Parameter(owner.detach(), requires_grad=grad) if parameter else owner.detach().requires_grad_(grad)
 
 
 def _writable(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -69,6 +70,7 @@ def _fill(part: Part, state: State, fill: Mapping[str, Live], meta: OnMeta) -> N
             tensor = made[id(tensor)]
             part.finals.append(partial(_put, state.parts[live.part], live.path, tensor))
         part.sink(key, stored, tensor)
+        part.owns(stored, tensor)
         part.report.loaded += 1
     if made:
         left = [n for p in state.parts for n, b in p.named_buffers() if b.is_meta and clean_key(n) not in fill]
@@ -122,5 +124,7 @@ def give_values(state: State, scan: ModuleScan, values: Mapping[str, Any]) -> li
 
 
 def _load_whole(module: nn.Module, values: Mapping[str, Any]) -> None:
-    given = state_dict_of(module)
-    module.load_state_dict({path: values.get(clean_key(path), value) for path, value in given.items()})
+    given = copy.copy(state_dict_of(module))  # with its metadata
+    for path in given:
+        given[path] = values.get(clean_key(path), given[path])
+    module.load_state_dict(given)

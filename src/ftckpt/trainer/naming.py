@@ -113,8 +113,9 @@ def scan_module(state: State) -> ModuleScan:
 
 
 def state_dict_of(part: nn.Module) -> dict[str, Any]:
-    """``state_dict`` of a module, with the parameters themselves where it is torch's own method."""
-    return dict(part.state_dict(keep_vars=True) if type(part).state_dict is nn.Module.state_dict else part.state_dict())
+    """``state_dict`` of a module, with the parameters themselves where it is torch's own method; not to be changed."""
+    given: dict[str, Any] = part.state_dict(keep_vars=True) if type(part).state_dict is nn.Module.state_dict else part.state_dict()
+    return given
 
 
 def _items(part: nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -184,14 +185,19 @@ def optimizer_groups(state: State) -> list[dict[str, Any]]:
     return [group for optimizer in state.parts for group in optimizer.param_groups]
 
 
-def step_name(key: object) -> str:
+def step_name(key: object, where: str = "") -> str:
     """As ``path_name`` of one key; quick for those that stand as they are."""
-    return key if type(key) is str and key.isascii() and key.isidentifier() else path_name((key,))
+    return key if type(key) is str and key.isascii() and key.isidentifier() else name_of((key,), where)
 
 
 def state_key(name: str, fqn: str, key: object) -> str:
     """Table name of one value of an optimizer's state."""
-    return f"{name}/state/{path_name((fqn, key))}"
+    return f"{name}/state/{name_of((fqn, key))}"
+
+
+def name_of(path: Sequence[object], where: str = "") -> str:
+    """As ``path_name``; torch's small values may be keys."""
+    return path_name(path, lambda path, key: encode_torch(key), where)
 
 
 def loose_state(optimizer: Optimizer) -> dict[object, Any]:
@@ -211,7 +217,7 @@ def key_of(step: str) -> object:
     if step in ("~n", "~e"):
         return None if step == "~n" else ""
     text = step.replace("~1", "/").replace("~0", "~")
-    return decode_tree(msgspec.json.decode(text[2:])) if step[:2] == "~j" else text
+    return decode_tree(msgspec.json.decode(text[2:]), tensor=decode_torch) if step[:2] == "~j" else text
 
 
 class TreeEncoder:
@@ -233,7 +239,7 @@ class TreeEncoder:
 
     def _node(self, prefix: str, path: tuple[object, ...], found: object) -> object | None:
         if isinstance(found, torch.Tensor):
-            name = f"{prefix}/{path_name(path)}" if path else f"{prefix}/~"
+            name = f"{prefix}/{name_of(path, prefix)}" if path else f"{prefix}/~"
             self.tensors[name] = found
             return tensor_node(found, name)
         return encode_torch(found)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ftckpt.format.leaves import path_name
 from ftckpt.trainer.loading_plan import Part
-from ftckpt.trainer.naming import Parameter, key_of, optimizer_groups, optimizer_parameters, step_name
+from ftckpt.trainer.naming import Parameter, key_of, memory_key, optimizer_groups, optimizer_parameters, step_name
 from ftckpt.trainer.states import State
 from ftckpt.trainer.stored import Stored
 
@@ -66,7 +66,7 @@ class OptimizerPart:
                 saved.setdefault(fqn, {})[key_of(key)] = self._part.stored(f"state/{name}")
         for fqn, values in loose.items():
             for key, node in values.items():
-                saved.setdefault(path_name((fqn,)), {})[key_of(key)] = _Value(self._part.decode(node))
+                saved.setdefault(path_name((fqn,)), {})[key_of(key)] = _Value(self._part.decode(node, owned=True))
         return saved
 
     def _plan_parameter(self, parameter: Parameter, path: str, saved: dict[object, Any]) -> None:
@@ -96,8 +96,12 @@ class OptimizerPart:
 
     def _target(self, parameter: Parameter, path: str, key: object, stored: Stored, live: object) -> torch.Tensor:
         """The tensor that the stored one is read into: the live one if it fits, else a new one as the optimizer would make it."""
+        name = f"state/{path}/{step_name(key)}"
+        owner = self._part.owner(f"{self._part.source}/{name}")
+        if owner is not None and (not isinstance(live, torch.Tensor) or memory_key(live) != memory_key(owner)):
+            return owner.detach()
         if isinstance(live, torch.Tensor):
-            self._part.sink(f"state/{path}/{step_name(key)}", stored, live)
+            self._part.sink(name, stored, live)
             return live
         tensor = parameter.tensor
         device = tensor.device
@@ -115,7 +119,7 @@ class OptimizerPart:
                 mesh = tensor.device_mesh
                 new = DTensor.from_local(new, mesh, [Replicate()] * mesh.ndim, run_check=False)
         self._allocated[stored.name, device] = new
-        self._part.sink(f"state/{path}/{step_name(key)}", stored, new)
+        self._part.sink(name, stored, new)
         return new
 
     # ------------------------------------------------------------ parameter groups

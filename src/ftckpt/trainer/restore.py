@@ -80,13 +80,14 @@ def restore(
         index = Index(images)
         names = parameter_names(registry.of_scope("shared"))
         parts: list[Part] = []
+        owners: dict[str, torch.Tensor] = {}
         problems: list[str] = []
         remedies: set[str] = set()
         read: set[str] = set()
         for state in sorted(chosen, key=lambda s: (s.scope == "replica", _ORDER[s.kind])):
             mine = own if state.scope == "replica" else None
             source = _source(state.name, sources or {}, states if mine is None else mine.stored)
-            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"))
+            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), owners)
             if mine is not None:
                 mine.plan(part, state)
             else:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ftckpt.format.leaftypes import plain_text
-from ftckpt.format.leaves import MAX_DEPTH, encode_tree, path_name
+from ftckpt.format.leaves import ATTRIBUTES, MAX_DEPTH, encode_tree, path_name
 from ftckpt.trainer.layout import Source, check_storable
 from ftckpt.trainer.naming import TreeEncoder, tensor_node
 
@@ -37,15 +37,16 @@ class _Node:
     """A container as it was: its items, and for each what is known of it.
 
     ``marks``: None of an atom, the name of a tensor, a ``_Node``, or an ``_Other``; ``walked`` are the places of the latter two.
-    ``rows`` is where the encoded items are, in ``doc``: values of a dict, items of a list, or pairs.
+    ``rows`` is where the encoded items are, in ``doc``: values of a dict, items of a list, or pairs. ``beside``: mark of its attributes.
     """
 
-    __slots__ = ("doc", "keys", "kind", "marks", "rows", "values", "walked")
+    __slots__ = ("beside", "doc", "keys", "kind", "marks", "rows", "values", "walked")
 
     def __init__(self, kind: type, keys: list[Any] | None, values: list[Any]) -> None:
         self.kind, self.keys, self.values = kind, keys, values
         self.marks: list[Any] = [None] * len(values)
         self.walked: list[int] = []
+        self.beside: Any = None
         self.doc: Any
         self.rows: Any
         if keys is None:
@@ -71,7 +72,7 @@ class _Node:
 
     def tensors(self, into: dict[str, torch.Tensor]) -> None:
         """Names and tensors of all below."""
-        for value, mark in zip(self.values, self.marks, strict=True):
+        for value, mark in zip((*self.values, None), (*self.marks, self.beside), strict=True):
             if type(mark) is str:
                 into[mark] = value
             elif mark is not None:
@@ -161,12 +162,14 @@ class Tree:
         if all(map(is_, values, node.values)):
             for place in node.walked:
                 self._item(node, place, values[place], name)
+            self._attributes(node, value, name)
             return True
         walked = frozenset(node.walked)
         for place, (new, was) in enumerate(zip(values, node.values, strict=True)):
             if new is not was or place in walked:
                 self._item(node, place, new, name)
         node.values = list(values)
+        self._attributes(node, value, name)
         return True
 
     def _built(self, value: Any, name: str) -> _Node | None:
@@ -182,7 +185,18 @@ class Tree:
         node = _Node(type(value), keys, values)
         for place, item in enumerate(values):
             self._item(node, place, item, name)
+        self._attributes(node, value, name)
         return node
+
+    def _attributes(self, node: _Node, value: Any, name: str) -> None:
+        """What stands beside the items of an ordered dict."""
+        found = vars(value) if node.kind is OrderedDict else None
+        if found or node.beside is not None:
+            self._path.append(ATTRIBUTES)
+            below = path_name((ATTRIBUTES,))
+            doc, node.beside = self._walk(found or {}, node.beside, node.doc.get("attributes"), f"{name}/{below}" if name else below)
+            node.doc["attributes"] = doc
+            self._path.pop()
 
     def _item(self, node: _Node, place: int, value: object, name: str) -> None:
         key = place if node.keys is None else node.keys[place]

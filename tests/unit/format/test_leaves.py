@@ -24,7 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ConfigError, Damaged, FtckptError, Mismatch, Unstorable
-from ftckpt.format.leaves import decode_leaves, decode_tree, encode_leaves, encode_tree, merge_leaves, path_name, register_class
+from ftckpt.format.leaves import decode_leaves, decode_tree, encode_leaves, encode_tree, path_name, register_class
+from ftckpt.format.merging import merge_leaves
 
 
 class Color(enum.Enum):

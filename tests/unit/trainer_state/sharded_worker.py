@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ftckpt.format.leaves import decode_leaves, merge_leaves
+from ftckpt.format.leaves import decode_leaves
+from ftckpt.format.merging import merge_leaves
 from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.restore import restore

@@ -9,7 +9,8 @@ import torch
 
 from ftckpt.format.digest import digest_blocks
 from ftckpt.format.image import Image
-from ftckpt.format.leaves import decode_leaves, merge_leaves
+from ftckpt.format.leaves import decode_leaves
+from ftckpt.format.merging import merge_leaves
 from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.layout import as_integers

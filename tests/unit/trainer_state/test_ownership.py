@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ftckpt.errors import DeadlineExceeded, Mismatch
-from ftckpt.format.leaves import decode_leaves, merge_leaves
+from ftckpt.format.leaves import decode_leaves
+from ftckpt.format.merging import merge_leaves
 from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.layout import Claim, Ownership, _runs
