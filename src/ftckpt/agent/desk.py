@@ -23,6 +23,7 @@ class Desk:
         self.stopping = threading.Event()  # set: finish or leave work as it is, the process is about to end
         self.crash = ""  # traceback of a thread that died
         self.note: Callable[[m.Note], None] = lambda message: None  # adds to the job's events
+        self.ended: Callable[[int, int, bool], None] = lambda session, ordinal, committed: None  # a save's end, by its number
         self._wake = wake
         self._lock = threading.Lock()
         self._outbox: list[tuple[int, object]] = []
@@ -63,6 +64,7 @@ class Desk:
             self._flight.discard((session, ordinal))
             if isinstance(message, m.Failed):
                 self._failed[session] = self._failed.get(session, 0) + 1
+        self.ended(session, ordinal, isinstance(message, m.Committed))
         self.post(session, message)
         return True
 

@@ -89,6 +89,7 @@ class Persist:
         began, small = time.monotonic(), SmallFiles(self._store, job)
         try:
             receipt = self._write(job, image, small)
+            self._mark(job, receipt)
             written = Written(job=job.light(), claimed=small.claimed, receipt=receipt, leaves=small.leaves)
         except FtckptError as e:
             logger.error("step %d, attempt %s: %s", job.save.trajectory.step, job.save.attempt, e)
@@ -119,6 +120,12 @@ class Persist:
                 f"attempt {job.name} has a receipt of rank {config.rank} already", now="it was not changed; this save was not stored"
             )
         return receipt
+
+    def _mark(self, job: Job, receipt: Receipt) -> None:
+        """Where the slot has all that the file has, the file can be read from it, should the trainer die."""
+        info = receipt.shard
+        if info is not None and not receipt.refers and info.image_bytes == job.table.image_bytes > 0:
+            self._slots.stored(job.session, job.save, job.name, info)
 
     def _write_all(self, job: Job, image: memoryview, small: SmallFiles, found: list[_Stored]) -> None:
         _, info = self._shard(job, job.table, image, small)

@@ -49,6 +49,7 @@ class Pipeline:
     def __init__(self, config: AgentConfig, store: BlobStore, log: CommitLog, desk: Desk, journal: Path, *, on_root: bool = True) -> None:
         self.desk, self._store, self._log = desk, store, log
         self.slots = Slots(desk)
+        desk.ended = self.slots.decided
         self.journal = Journal(journal, desk)
         self.offers = Offers(store.visitor() if isinstance(store, Exchange) else store, desk)
         self._keeper = None if on_root else Keeper(config, log, self.journal, desk, lambda: self.server.secret)

@@ -49,6 +49,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._door = Door(launch.paths_of(config).socket, self._selector, lambda: self.config, self._adopt)
         self._session: Session | None = None
+        self._ending: Session | None = None  # the last trainer, until its process has ended
         self._sessions = 0
         self._gone_since = time.monotonic()
         self._bye = False
@@ -127,12 +128,17 @@ class Agent:
         self._pipeline.registry.configure(config)
         self._selector.register(channel, selectors.EVENT_READ, self._on_trainer)
         if session.pidfd >= 0:
-            self._selector.register(session.pidfd, selectors.EVENT_READ, self._on_death)
+            self._selector.register(session.pidfd, selectors.EVENT_READ, lambda: self._on_death(session))
         logger.info("trainer pid %d attached, incarnation %s", pid, config.incarnation)
         with self._ends_session():
             channel.post(
                 m.Welcome(
-                    pid=os.getpid(), url=self._pipeline.server.url, reattached=reattached, tail=self._desk.tail, log=self._desk.log_uuid
+                    pid=os.getpid(),
+                    url=self._pipeline.server.url,
+                    reattached=reattached,
+                    tail=self._desk.tail,
+                    log=self._desk.log_uuid,
+                    keeps=True,
                 )
             )
             if before is not None:
@@ -153,9 +159,10 @@ class Agent:
                 session.channel.drain_input()
             self._flush()
 
-    def _on_death(self) -> None:
+    def _on_death(self, session: Session) -> None:
         """The trainer's process has ended; forked children may hold its socket open, so the stream's end is not waited for."""
-        self._let_go("its process has ended")
+        if session is self._session:  # else another has attached since
+            self._let_go("its process has ended")
 
     def _replace(self, pid: int) -> None:
         """Another trainer takes over; the one before is told, if it still reads."""
@@ -163,7 +170,7 @@ class Agent:
             config = self.config
             text = f"process {pid} took over rank {config.rank} of replica {config.replica} of job {config.job}"
             self._tell(self._session, "replaced", f"{text} from process {self._session.pid}")
-            self._let_go("another trainer has attached")
+            self._let_go("another trainer has attached", replaced=True)
 
     @contextlib.contextmanager
     def _ends_session(self) -> Iterator[None]:
@@ -194,8 +201,8 @@ class Agent:
         except FtckptError as e:
             logger.error("trainer pid %d, last messages: %s", session.pid, e)
 
-    def _let_go(self, reason: str, *, read_out: bool = True) -> None:
-        """The current session ends; its work goes on."""
+    def _let_go(self, reason: str, *, read_out: bool = True, replaced: bool = False) -> None:
+        """The current session ends; its work goes on. What a trainer that has died saved last stays for the one that comes after it."""
         session, self._session = self._session, None
         if session is None:
             return
@@ -205,13 +212,34 @@ class Agent:
         self._gone_since, self._bye = time.monotonic(), session.bye
         self._selector.unregister(session.channel)
         session.channel.close()
+        keep = read_out and not (session.bye or replaced) and session.pidfd >= 0
+        kept = self._pipeline.slots.leave(session.number, keep=keep)
         if session.pidfd >= 0:
             self._selector.unregister(session.pidfd)
-            os.close(session.pidfd)
-        self._pipeline.slots.leave(session.number)
+            if kept:
+                self._await_end(session)
+            else:
+                os.close(session.pidfd)
         self._pipeline.registry.left()
         if session.bye:
             self._pipeline.supersede(0)
+
+    def _await_end(self, session: Session) -> None:
+        """Its connection ends before the process does; only then what is not kept of its memory may go."""
+        self._forget_ended()
+        self._ending = session
+        self._selector.register(session.pidfd, selectors.EVENT_READ, self._on_end)
+
+    def _on_end(self) -> None:
+        if self._ending is not None:
+            self._pipeline.slots.bury(self._ending.number)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        session, self._ending = self._ending, None
+        if session is not None:
+            self._selector.unregister(session.pidfd)
+            os.close(session.pidfd)
 
     # ------------------------------------------------------------ signals, ends
     def _wake(self) -> None:

@@ -69,6 +69,10 @@ class Session:
                 pipeline.slots.attach(self.number, number, Arena.attach(self.channel.take_fd(), slots, slot_bytes))
             case m.Recall(token=token, count=count):
                 pipeline.recall(count, lambda found: pipeline.desk.post(self.number, _answer(token, found)))
+            case m.AskKept(token=token, done=done):
+                if done:
+                    pipeline.slots.let_go()
+                pipeline.desk.post(self.number, m.Kept(token=token, images=pipeline.slots.kept()))
             case m.Drain():
                 self._drains.append(message)
             case m.Bye():

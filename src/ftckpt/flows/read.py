@@ -6,6 +6,7 @@ it whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -16,9 +17,11 @@ from ftckpt.domain.names import generation_dir
 from ftckpt.errors import Damaged, NotFound
 from ftckpt.flows.holders import open_holders
 from ftckpt.flows.nearest import nearest, nearest_image
+from ftckpt.flows.remembered import RememberedImage, remembered
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import MANIFEST, Cursor, FileInfo, Manifest, ShardInfo, decode, sha256
 from ftckpt.format.shard import read_header
+from ftckpt.link.messages import KeptImage
 from ftckpt.ports import BlobReader
 
 
@@ -113,9 +116,18 @@ class OpenGeneration:
         shards: how many of them are its own.
     """
 
-    def __init__(self, store: Files, job: str, location: str, manifest: Manifest, leaves: bytes, entry: Entry | None = None) -> None:
+    def __init__(
+        self,
+        store: Files,
+        job: str,
+        location: str,
+        manifest: Manifest,
+        leaves: bytes,
+        entry: Entry | None = None,
+        kept: Sequence[KeptImage] = (),
+    ) -> None:
         self.store, self.job, self.location, self.entry = store, job, location, entry
-        self.manifest, self.leaves = manifest, leaves
+        self.manifest, self.leaves, self._kept = manifest, leaves, kept
         self.images: list[Image] = []
         self.shards = 0
         self._open = ExitStack()
@@ -127,7 +139,7 @@ class OpenGeneration:
                 for info in sorted(self.manifest.shards, key=lambda s: s.rank):
                     reader, image = open_shard(self.store, self.job, self.location, info)
                     undo.enter_context(reader)
-                    self.images.append(image)
+                    self.images.append(remembered(undo, reader, image, self.location, info, self._kept) if self._kept else image)
                 self.shards = len(self.images)
                 opens = partial(open_shard, self.store, self.job)
                 self.images += open_holders(undo, self.location, [image.table for image in self.images], opens)
@@ -141,6 +153,12 @@ class OpenGeneration:
         """Close the shards. May be called twice."""
         self.images.clear()
         self._open.close()
+
+    @property
+    def remembered(self) -> tuple[int, int]:
+        """Bytes of shards that came from agents' memory so far, and from where they are stored; both 0 where nothing was kept of any."""
+        images = [image for image in self.images if isinstance(image, RememberedImage)]
+        return sum(image.remembered for image in images), sum(image.read for image in images)
 
     def cursor(self, replica: str, rank: int) -> Cursor | None:
         """One replica rank's own state at this step, checked; None if the generation has none of it.
@@ -160,15 +178,16 @@ class OpenGeneration:
         return {key: cursor for key, cursor in found.items() if cursor is not None}
 
 
-def open_generation(store: Files, job: str, location: str, entry: Entry | None = None) -> OpenGeneration:
+def open_generation(store: Files, job: str, location: str, entry: Entry | None = None, kept: Sequence[KeptImage] = ()) -> OpenGeneration:
     """Open a generation: manifest against the record, leaves.json, and the size and header of every shard are checked.
 
     Args:
         entry: its record; without it the manifest is taken as it is (reading without the log).
+        kept: what agents told that they have in memory of its shards: taken from there, where it matches.
 
     Raises:
         Damaged: a part does not match; names the file, what was expected and what was found. Nothing stays open.
     """
     manifest, _ = read_manifest(store, job, location, entry)
     leaves = read_small(store, job, location, manifest.leaves)
-    return OpenGeneration(store, job, location, manifest, leaves, entry).__enter__()
+    return OpenGeneration(store, job, location, manifest, leaves, entry, kept).__enter__()

@@ -6,6 +6,7 @@ Must not know what the bytes mean, and leaves nothing behind: the memory goes wh
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -20,6 +21,9 @@ from ftckpt.shm.mapping import Mapping
 
 _STRIDE = 64 << 20  # bytes prefaulted between two looks at whether to end
 _NICE = 10  # of prefaulting beside training, which goes on meanwhile
+_PUNCH_HOLE = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -107,6 +111,16 @@ class Arena:
     def where(self, index: int) -> tuple[int, int]:
         """The descriptor of the memory, and where a slot begins in it (bytes)."""
         return self.fd, index * self._stride
+
+    def free(self, index: int, beyond: int = 0) -> None:
+        """Give memory of a slot back to the system, from byte ``beyond`` on; zeros are read there afterwards, and it can be written again.
+
+        Raises:
+            OSError: the system does not take it.
+        """
+        begin = page_up(beyond)
+        if begin < self._stride and _libc.fallocate(self.fd, _PUNCH_HOLE, index * self._stride + begin, self._stride - begin) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), f"slot {index}")
 
     def prefault(self, *, background: bool = True) -> None:
         """Touch every page once, so that the first capture is as fast as later ones.

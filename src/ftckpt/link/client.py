@@ -32,6 +32,7 @@ Signatures (all durations are seconds; every call ends within its timeout or ``c
 
     # ends
     .drain(timeout: float, *, written=False) -> int               nothing in flight any more; number of failed saves
+    .kept(timeout: float, *, done=False) -> tuple[KeptImage, ...]      what it has in memory of a trainer that has died
     .raise_pending() -> None                                      raises a kept background failure, each once
     .owe(error: FtckptError, seen=None) -> None                   one that could not be raised: raise_pending does it, unless seen.reported
     .reopen() -> AgentClient                                      after the agent's death (arena, layouts and failures carried over)
@@ -73,6 +74,7 @@ class AgentClient(Outbox):
     def __init__(self, config: AgentConfig, channel: Link, welcome: m.Welcome, on_warning: Callable[[m.Warned], None] | None) -> None:
         super().__init__(config, channel, Inbox(welcome, str(launch.paths_of(config).output)))
         self.agent_pid, self.reattached = welcome.pid, welcome.reattached
+        self._keeps = welcome.keeps
         self._on_warning = on_warning
         self._warned: deque[m.Warned] = deque(maxlen=MOST_WARNINGS)
         self._reader = threading.Thread(target=self._read, name="ftckpt-link", daemon=True)
@@ -144,6 +146,20 @@ class AgentClient(Outbox):
         """
         answer = self._inbox.ask(lambda token: self._send(m.Drain(token=token, written=written)), timeout, "end of work in flight")
         return answer.failed if isinstance(answer, m.Drained) else 0
+
+    def kept(self, timeout: float, *, done: bool = False) -> tuple[m.KeptImage, ...]:
+        """What the agent still has in memory of a trainer that has died.
+
+        Args:
+            done: it is not needed any more; returns once that memory is free.
+
+        Raises:
+            DeadlineExceeded: no answer in time.
+        """
+        if not self._keeps:  # of an earlier release
+            return ()
+        answer = self._inbox.ask(lambda token: self._send(m.AskKept(token=token, done=done)), timeout, "word of what it keeps")
+        return answer.images if isinstance(answer, m.Kept) else ()
 
     def raise_pending(self) -> None:
         """Raise the oldest background failure that was not raised yet, if any; each is raised once."""

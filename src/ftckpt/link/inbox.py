@@ -58,7 +58,7 @@ class Inbox:
         self._pid, self._hint = welcome.pid, hint
         self._arena, self._free, self._uses = 0, list[int](), dict[tuple[int, int], int]()
         self._ordinal = self._token = 0
-        self._answers: dict[int, m.Journal | m.Drained | None] = {}
+        self._answers: dict[int, m.Journal | m.Drained | m.Kept | None] = {}
         self._errors: list[tuple[FtckptError, Seen | None]] = []
 
     # ------------------------------------------------------------ waiting
@@ -139,7 +139,7 @@ class Inbox:
         with self.changed:
             self.saves.pop(handle.ordinal, None)
 
-    def ask(self, send: Callable[[int], None], timeout: float, what: str) -> m.Journal | m.Drained:
+    def ask(self, send: Callable[[int], None], timeout: float, what: str) -> m.Journal | m.Drained | m.Kept:
         """Send a question with a token and wait for its answer. Raises DeadlineExceeded."""
         with self.changed:
             self._token += 1
@@ -191,7 +191,7 @@ class Inbox:
                     self._newer(entry)
                 case m.Stray(reason=reason):
                     self.stray = reason
-                case m.Journal(token=token) | m.Drained(token=token):
+                case m.Journal(token=token) | m.Drained(token=token) | m.Kept(token=token):
                     if token in self._answers:
                         self._answers[token] = message
                 case m.Welcome(url=url, log=log):

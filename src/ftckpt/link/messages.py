@@ -12,6 +12,7 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
+from ftckpt.shm.near import Near
 
 LINK_VERSION = 1
 
@@ -146,13 +147,24 @@ class Recall(_Msg, frozen=True, kw_only=True):
     count: int
 
 
+class AskKept(_Msg, frozen=True, kw_only=True):
+    """Ask what the agent keeps of a trainer that has died: answered by ``Kept``.
+
+    Args:
+        done: it is not needed any more; the answer comes when it has gone.
+    """
+
+    token: int
+    done: bool = False
+
+
 class Bye(_Msg, frozen=True, kw_only=True):
     """The trainer is leaving in order; the agent finishes its work and exits."""
 
 
 # ---------------------------------------------------------------- agent -> trainer
 class Welcome(_Msg, frozen=True, kw_only=True):
-    """Answer to ``Hello``: the agent's pid, the base URL that it serves at, whether it served an earlier trainer."""
+    """Answer to ``Hello``: the agent's pid, the base URL that it serves at, whether it served an earlier trainer, whether it knows ``AskKept``."""
 
     version: int = LINK_VERSION
     pid: int
@@ -160,6 +172,7 @@ class Welcome(_Msg, frozen=True, kw_only=True):
     reattached: bool
     tail: Entry | None
     log: str
+    keeps: bool = False
 
 
 class Serving(_Msg, frozen=True, kw_only=True):
@@ -249,5 +262,28 @@ class Drained(_Msg, frozen=True, kw_only=True):
     failed: int
 
 
-ToAgent = Hello | Attach | Layout | Save | CursorAt | Draw | Live | Publish | Retire | Note | Drain | Recall | Bye
-ToTrainer = Welcome | Serving | SlotFree | Persisted | Committed | Dropped | Failed | Tail | Stray | Warned | Journal | Drained
+class KeptImage(msgspec.Struct, frozen=True, kw_only=True):
+    """The image of a shard as it was stored, still in an agent's memory. Nothing of it is to be trusted but by the shard's own digests.
+
+    Args:
+        location: the generation's directory.
+        file, header_sha256, bytes: the shard's name, its header (which has the digests), and the length of its image.
+        near: where it lies.
+    """
+
+    location: str
+    file: str
+    header_sha256: str
+    bytes: int
+    near: Near
+
+
+class Kept(_Msg, frozen=True, kw_only=True):
+    """Answer to ``AskKept``."""
+
+    token: int
+    images: tuple[KeptImage, ...] = ()
+
+
+ToAgent = Hello | Attach | Layout | Save | CursorAt | Draw | Live | Publish | Retire | Note | Drain | Recall | AskKept | Bye
+ToTrainer = Welcome | Serving | SlotFree | Persisted | Committed | Dropped | Failed | Tail | Stray | Warned | Journal | Drained | Kept

@@ -20,12 +20,15 @@ class Finishing:
     def __init__(self, group: Group) -> None:
         self._group, self._rounds = group, 0
 
-    def wait(self, client: AgentClient, held: bool, limit: float) -> None:
+    def wait(self, client: AgentClient, held: bool, limit: float) -> bool:
         """First until each rank's agent has written what it holds, then, for a while, until that is in the log.
 
         Args:
             held: this rank's agent may hold something.
             limit: seconds for the writing.
+
+        Returns:
+            Whether an agent of the group may have held something.
 
         Raises:
             PeerError: the group's store is gone.
@@ -43,6 +46,7 @@ class Finishing:
                 logger.warning("resume: after %.0f s: %s", time.monotonic() - began, e.what)
         if held:
             self._drain(client, min(COMMIT_S, limit), written=False)
+        return held
 
     def _drain(self, client: AgentClient, seconds: float, *, written: bool) -> None:
         try:

@@ -16,6 +16,7 @@ from ftckpt.errors import Damaged, DataError, FtckptError, StoreError
 from ftckpt.flows.read import OpenGeneration, open_generation
 from ftckpt.format.leaves import decode_leaves
 from ftckpt.format.manifest import Cursor, Manifest
+from ftckpt.link.messages import KeptImage
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.cursor import restore_cursor_rng
 from ftckpt.trainer.group import Group
@@ -55,6 +56,7 @@ class GenerationLoader:
     def __init__(self, store: BlobStore, log: CommitLog, job: str, group: Group, registry: StateRegistry, loaders: Loaders) -> None:
         self._store, self._log, self._job = store, log, job
         self._group, self._registry, self._loaders = group, registry, loaders
+        self.kept: tuple[KeptImage, ...] = ()  # what agents have in memory of a generation that may be loaded
         self._rng: bytes | None = None
         self._policy = DataPolicy()
         self._orphans = Orphans(store, log, job, group.rank, group.world_size)
@@ -69,7 +71,7 @@ class GenerationLoader:
         """
         began = time.monotonic()
         self._policy = options.data or self._policy
-        with open_generation(self._store, self._job, location, entry) as generation:
+        with open_generation(self._store, self._job, location, entry, self.kept) as generation:
             manifest = generation.manifest
             leaves = decode_leaves(generation.leaves, f"{location}/leaves.json")
             anew = self._loaders.reordered(generation, replica.replica, self._group.rank, self._policy.word)
@@ -89,6 +91,7 @@ class GenerationLoader:
                 on_mismatch=options.on_mismatch,
                 own=own,
             )
+            report.memory_bytes, report.store_bytes = generation.remembered
         warnings = seeded + (own.warnings(options.exclude) + self._position(cursor, manifest, replica) if own is not None else ())
         count = manifest.counts.get(str(replica.member), 0)
         self._loaders.settle(self._policy, Heritage(count=count, links=heirs), lost=self._resized(cursor))

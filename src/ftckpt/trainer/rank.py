@@ -17,6 +17,7 @@ from ftckpt.trainer.joining import Joining
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader
 from ftckpt.trainer.opening import LOG_WAIT_S, Opened
+from ftckpt.trainer.remembering import Remembering
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.resuming import Resumer, ResumeReport
@@ -67,7 +68,7 @@ class Rank:
         self.training = Training(
             settings, policy, self.group, self.store, self.session, self.loaders, self.tail, self.background, self.events
         )  # fmt: skip
-        self._finishing = Finishing(self.group)
+        self._finishing, self._remembering = Finishing(self.group), Remembering(self.group, settings.share_memory)
         self._replica: Replica | None = None
         self.manager: FtManager | None = None
         self._resumer: Resumer | None = None
@@ -100,13 +101,19 @@ class Rank:
 
     # ------------------------------------------------------------------ from opened to training
     def await_agent(self) -> None:
-        """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log."""
+        """An agent that outlived this rank's last trainer finishes what it holds first: the newest capture is then in the log,
+        and is loaded from memory where that is there."""
         self.session.captured()
         client = self.session.client
-        self._finishing.wait(client, client.reattached or self.resumed, self.settings.deadlines.close_s)
+        held = self._finishing.wait(client, client.reattached or self.resumed, self.settings.deadlines.close_s)
+        if not self.resumed:
+            self.loader.kept = self._remembering.ask(client, held)
 
     def ready(self, report: ResumeReport) -> None:
         """Prepare for training from what was loaded."""
+        if not self.resumed:
+            self.loader.kept = ()
+            self._remembering.let_go(self.session.client)
         if not self.reads_only:
             self.training.begin(self.replica, report)
             self.session.prepare(self.session.full)
@@ -118,7 +125,7 @@ class Rank:
             return
         for text in report.passed_over if self.group.rank == 0 else ():
             self.session.client.note("passed-over", text)
-        self.session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip())
+        self.session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip() + report.whence)
         self.training.tell(self.replica, force=True)
 
     def need_resumed(self, call: str) -> None:

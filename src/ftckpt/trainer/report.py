@@ -41,11 +41,14 @@ class RestoreReport(msgspec.Struct, kw_only=True):
     Args:
         unread: stored states that were not loaded into anything.
         bytes: read from the images by this rank.
+        memory_bytes, store_bytes: of a generation that agents had kept in memory: what came from there, and what did not, in whole blocks.
     """
 
     states: dict[str, StateReport] = msgspec.field(default_factory=dict)
     unread: list[str] = msgspec.field(default_factory=list)
     bytes: int = 0
+    memory_bytes: int = 0
+    store_bytes: int = 0
 
 
 class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,3 +77,11 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     load_seconds: float = 0.0
     warnings: tuple[str, ...] = ()
+
+    @property
+    def whence(self) -> str:
+        """For an event: how much came from memory that agents had kept; nothing where none had kept any."""
+        read = self.states
+        if read is None or not read.memory_bytes:
+            return ""
+        return f": {read.memory_bytes:,} bytes from memory, {read.store_bytes:,} from the store"

@@ -92,6 +92,8 @@ class Starter:
             loaded = self._resumer().load(choice, msgspec.structs.replace(options, only=list(names), with_cursor=False))
             self._loaded.states.update(loaded.report.states)
             self._loaded.bytes += loaded.report.bytes
+            self._loaded.memory_bytes += loaded.report.memory_bytes
+            self._loaded.store_bytes += loaded.report.store_bytes
             entry = choice.entry
             report = msgspec.structs.replace(
                 report,
@@ -135,6 +137,8 @@ class Starter:
                 states=self._loaded.states | report.states.states,
                 unread=[n for n in report.states.unread if n not in {s.source for s in self._loaded.states.values()}],
                 bytes=report.states.bytes + self._loaded.bytes,
+                memory_bytes=report.states.memory_bytes + self._loaded.memory_bytes,
+                store_bytes=report.states.store_bytes + self._loaded.store_bytes,
             )
             report = msgspec.structs.replace(report, states=states, bytes=states.bytes)
         if self._warm is not None and self._warm.loaded and not report.location:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -28,6 +29,11 @@ STATES = {"model": StateInfo(kind="module")}
 
 def table_of(elements: int = 5000, name: str = "model/w") -> TensorTable:
     return plan_image([(name, "float32", (elements,), (0,), (elements,))])
+
+
+def pattern(size: int, seed: int) -> bytes:
+    """``size`` bytes that differ from block to block."""
+    return (random.Random(seed).randbytes((1 << 16) + 13) * (size // (1 << 16) + 1))[:size]
 
 
 class Rig:

@@ -58,6 +58,8 @@ def main() -> None:
         if a.then == "late":
             ckpt.register(late={"value": 1})
         say(event="resumed", source=report.source, step=report.step, params=digest_of(model), passed_over=report.passed_over)
+        if report.states is not None:
+            say(event="read", memory=report.states.memory_bytes, store=report.states.store_bytes, all=report.states.bytes)
         if ckpt.current_step < a.steps:
             for ids, x in ckpt.batches("loader"):
                 optimizer.zero_grad()

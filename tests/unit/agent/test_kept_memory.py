@@ -1,0 +1,225 @@
+"""What an agent keeps of a trainer that was killed: the slot of its newest committed save, no more, and only until the next one has loaded.
+
+Nothing in it is trusted: what does not match the stored digests is read where it is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from agent_harness import Rig, ended, pattern, table_of, until
+
+from ftckpt.errors import Damaged
+from ftckpt.flows.read import open_generation
+from ftckpt.link.client import AgentConfig
+from ftckpt.link.messages import KeptImage
+
+HERE = Path(__file__).parent
+BYTES = table_of(700_000).image_bytes
+BLOCK = 1 << 20
+HUGE = 2 << 20  # what the system may not give back of a page that is used in part
+SHARD = "shard-00000-of-00001.safetensors"
+
+
+class Trained:
+    """A trainer in a process of its own, with three saves of a few blocks each in the log; and its agent."""
+
+    def __init__(self, rig: Rig, config: AgentConfig) -> None:
+        file = rig.tmp / "trainer.json"
+        file.write_bytes(msgspec.json.encode(config))
+        self.rig, self.config = rig, config
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "trainer_process.py"), str(file), "save-thrice"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.agent = int(self._line())
+        rig.pids.add(self.agent)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line
+        return line
+
+    def tell(self, word: str) -> int:
+        """Have it do something; how many bytes of its buffers are not zero then."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        return int(self._line().split()[1])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def memory(self) -> int:
+        """Bytes of shared memory that the agent has, whoever else has them, too."""
+        total = 0
+        for fd in os.listdir(f"/proc/{self.agent}/fd"):
+            with contextlib.suppress(OSError):
+                if "memfd:ftckpt-arena" in os.readlink(path := f"/proc/{self.agent}/fd/{fd}"):
+                    total += os.stat(path).st_blocks * 512
+        return total
+
+    def next(self) -> Any:
+        """The trainer that comes after it, attached."""
+        trainer = self.rig.trainer(self.config)
+        assert trainer.client.reattached
+        assert trainer.client.agent_pid == self.agent
+        trainer.client.drain(20.0)
+        return trainer
+
+
+@pytest.fixture
+def trained(rig: Rig) -> Iterator[Trained]:
+    made = Trained(rig, rig.config(linger_s=20.0))
+    with made.process:
+        yield made
+        made.kill()
+
+
+def newest(rig: Rig) -> Any:
+    return [e for e in rig.entries() if e.kind == "generation"][-1]  # type: ignore[attr-defined]
+
+
+def load(rig: Rig, kept: tuple[KeptImage, ...]) -> tuple[bytes, tuple[int, int]]:
+    """The newest generation's image, and how much of it came from memory and from the store."""
+    entry = newest(rig)
+    with open_generation(rig.store(), "job", entry.location, entry, kept) as generation:
+        return bytes(generation.images[0].range(0, BYTES)), generation.remembered
+
+
+def spoil(rig: Rig) -> None:
+    """All that the newest shard's file has behind its header becomes something else."""
+    path = rig.tmp / "root/job/generations" / newest(rig).location / SHARD
+    with path.open("r+b") as f:
+        f.seek(path.stat().st_size - BYTES)
+        f.write(bytes(BYTES))
+
+
+@pytest.mark.covers("I6", "I9")
+def test_the_newest_save_of_a_killed_trainer_is_read_from_memory(rig: Rig, trained: Trained) -> None:
+    trained.kill()
+    spoil(rig)
+    with pytest.raises(Damaged):
+        load(rig, ())
+    kept = trained.next().client.kept(5.0)
+    assert [(image.location, image.file) for image in kept] == [(newest(rig).location, SHARD)]
+    assert load(rig, kept) == (pattern(BYTES, 3), (BYTES, 0))
+
+
+@pytest.mark.covers("I6", "I9")
+def test_what_was_not_committed_yet_is_first_and_then_read_from_memory(rig: Rig, trained: Trained) -> None:
+    trained.tell("save")
+    trained.kill()
+    kept = trained.next().client.kept(5.0)
+    assert newest(rig).step == 4
+    assert load(rig, kept) == (pattern(BYTES, 4), (BYTES, 0))
+
+
+@pytest.mark.covers("I9")
+def test_a_block_that_is_not_what_it_was_comes_from_the_store(rig: Rig, trained: Trained) -> None:
+    trained.kill()
+    (image,) = trained.next().client.kept(5.0)
+    with open(f"/proc/{image.near.pid}/fd/{image.near.fd}", "r+b", buffering=0) as memory:
+        memory.seek(image.near.begin + BLOCK + 5)
+        memory.write(bytes([pattern(BYTES, 3)[BLOCK + 5] ^ 1]))
+    assert load(rig, (image,)) == (pattern(BYTES, 3), (BYTES - BLOCK, BLOCK))
+
+
+@pytest.mark.covers("I9")
+def test_a_trainer_killed_while_it_captured_again_costs_only_what_it_had_overwritten(rig: Rig, trained: Trained) -> None:
+    trained.tell("overwrite")
+    trained.kill()
+    kept = trained.next().client.kept(5.0)
+    assert load(rig, kept) == (pattern(BYTES, 3), (BYTES - BLOCK, BLOCK))
+
+
+@pytest.mark.covers("I9")
+@pytest.mark.parametrize("wrong", ["boot", "inode", "pid"])
+def test_memory_that_is_not_there_is_no_failure(rig: Rig, trained: Trained, wrong: str) -> None:
+    trained.kill()
+    (image,) = trained.next().client.kept(5.0)
+    other = {"boot": "another host", "inode": 1, "pid": 2**22 + 1}[wrong]
+    image = msgspec.structs.replace(image, near=msgspec.structs.replace(image.near, **{wrong: other}))
+    assert load(rig, (image,)) == (pattern(BYTES, 3), (0, BYTES))
+
+
+@pytest.mark.covers("I9", "I13")
+def test_with_the_agent_gone_too_it_comes_from_the_store(rig: Rig, trained: Trained) -> None:
+    trained.kill()
+    kept = trained.next().client.kept(5.0)
+    os.kill(trained.agent, signal.SIGKILL)
+    assert ended(trained.agent, 10.0)
+    assert load(rig, kept) == (pattern(BYTES, 3), (0, BYTES))
+
+
+@pytest.mark.covers("I11")
+def test_only_that_slot_is_kept_and_only_until_it_is_let_go(rig: Rig, trained: Trained) -> None:
+    assert trained.memory() >= 2 * BYTES
+    trained.kill()
+    assert until(lambda: BYTES <= trained.memory() <= BYTES + 2 * HUGE, 10.0)
+    client = trained.next().client
+    assert trained.memory() >= BYTES
+    assert client.kept(5.0, done=True) == ()
+    assert trained.memory() == 0
+    assert client.kept(5.0) == ()
+
+
+@pytest.mark.covers("I11")
+def test_it_is_let_go_when_the_next_trainer_brings_memory_of_its_own(rig: Rig, trained: Trained) -> None:
+    trained.kill()
+    trainer = trained.next()
+    assert trainer.client.kept(5.0)
+    trainer.attach(slots=1)
+    assert trainer.client.kept(5.0) == ()
+    assert trained.memory() <= trainer.arena.nbytes
+
+
+@pytest.mark.covers("I11")
+def test_it_outlasts_a_trainer_that_died_before_it_had_loaded(rig: Rig, trained: Trained) -> None:
+    trained.kill()
+    first = trained.next()
+    first.client._channel.close()  # without a word
+    assert load(rig, trained.next().client.kept(5.0)) == (pattern(BYTES, 3), (BYTES, 0))
+
+
+@pytest.mark.covers("I11")
+def test_nothing_is_kept_of_a_trainer_that_left_in_order(rig: Rig, trained: Trained) -> None:
+    trained.tell("save")  # so that the agent stays for a moment
+    trained.tell("bye")
+    assert until(lambda: not Path(f"/proc/{trained.agent}/fd").exists() or trained.memory() == 0, 10.0)
+
+
+@pytest.mark.covers("I5", "I11")
+def test_memory_of_a_trainer_that_lives_on_is_not_taken_from_it(rig: Rig, trained: Trained) -> None:
+    before = trained.tell("look")
+    assert trained.tell("leave") == before
+    assert until(lambda: "is gone" in rig.output(trained.config), 10.0)
+    assert trained.next().client.kept(5.0)
+    assert trained.tell("look") == before
+    trained.kill()
+    assert until(lambda: BYTES <= trained.memory() <= BYTES + 2 * HUGE, 10.0)  # now it may be
+
+
+@pytest.mark.covers("I6", "I9")
+def test_a_save_that_was_never_committed_leaves_the_one_before_it_kept(rig: Rig, trained: Trained) -> None:
+    entry = newest(rig)
+    trained.tell("stray")
+    trained.kill()
+    kept = trained.next().client.kept(5.0)
+    with contextlib.closing(rig.log()) as log:
+        assert until(lambda: any(e.kind == "save-failed" and "step 4" in e.text for e in log.events()), 10.0)
+    assert [image.location for image in kept] == [entry.location] == [newest(rig).location]
+    assert load(rig, kept) == (pattern(BYTES, 3), (BYTES, 0))

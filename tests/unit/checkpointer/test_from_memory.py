@@ -1,0 +1,69 @@
+"""A trainer that comes back while its agent is still there takes its state from the agent's memory, and from disk what is not in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from typing import Any
+
+import pytest
+from jobkit import Jobs, Run
+
+from ftckpt.wiring import open_log
+
+WIDTH = 100_000  # images of some blocks
+STAYS = {"FTCKPT_DEADLINES_LINGER_S": "60"}
+
+
+def killed(jobs: Jobs) -> Run:
+    """A job that was killed right after a save of step 5."""
+    run = jobs.run("--steps", 5, "--every", 0, "--width", WIDTH, "--then", "save-kill", **STAYS)
+    assert run.status == -signal.SIGKILL
+    jobs.until_committed(5)
+    return run
+
+
+def again(jobs: Jobs, before: Run, **env: str) -> dict[str, Any]:
+    """The same job, started again: it goes on from step 5 with the same parameters. What it read from where."""
+    run = jobs.run("--steps", 6, "--every", 0, "--width", WIDTH, **STAYS | env)
+    assert run.status == 0, run.errors
+    (resumed,) = run.of("resumed")
+    assert (resumed["step"], resumed["params"], resumed["passed_over"]) == (5, before.of("step")[-1]["params"], [])
+    assert run.of("step")[-1]["step"] == 6
+    return run.of("read")[0]
+
+
+def spoil(jobs: Jobs) -> None:
+    """The tensors' bytes in the file become others."""
+    (path,) = jobs.root.glob("job/generations/s000000005-*/shard-*")
+    with path.open("r+b") as f:
+        header = 8 + int.from_bytes(f.read(8), "little")
+        f.seek(header)
+        f.write(bytes(path.stat().st_size - header))
+
+
+def told(jobs: Jobs) -> list[str]:
+    with contextlib.closing(open_log(None, job="job", root_url=str(jobs.root))) as log:
+        return [e.text for e in log.events() if e.kind == "resumed"]
+
+
+@pytest.mark.covers("I6", "I9")
+@pytest.mark.parametrize("env", [{}, {"FTCKPT_SHARE_MEMORY": "0"}])
+def test_all_of_a_shard_comes_from_memory(jobs: Jobs, env: dict[str, str]) -> None:
+    before = killed(jobs)
+    spoil(jobs)  # so that it is bit-equal from there or not at all
+    read = again(jobs, before, **env)
+    assert read["memory"] >= read["all"] > 8 * WIDTH * 4
+    assert read["store"] == 0
+    assert f"{read['memory']:,} bytes from memory, 0 from the store" in told(jobs)[-1]
+
+
+@pytest.mark.covers("I9", "I13")
+def test_with_the_agent_killed_too_it_comes_from_disk(jobs: Jobs) -> None:
+    before = killed(jobs)
+    for pid in jobs.agents():
+        os.kill(pid, signal.SIGKILL)
+    read = again(jobs, before)
+    assert (read["memory"], read["store"]) == (0, 0)
+    assert "memory" not in told(jobs)[-1]
