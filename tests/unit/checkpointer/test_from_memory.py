@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from jobkit import Jobs, Run
 
+from ftckpt.testing.cluster import free_port
 from ftckpt.wiring import open_log
 
 WIDTH = 100_000  # images of some blocks
@@ -67,3 +69,58 @@ def test_with_the_agent_killed_too_it_comes_from_disk(jobs: Jobs) -> None:
     read = again(jobs, before)
     assert (read["memory"], read["store"]) == (0, 0)
     assert "memory" not in told(jobs)[-1]
+
+
+def group(jobs: Jobs, *options: object, **env: str) -> list[Any]:
+    """Two ranks of one group, as processes of their own."""
+    port = str(free_port())
+    return [
+        jobs.start(
+            *options, "--every", 5, "--width", WIDTH, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **STAYS | env,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.covers("I6", "I9")
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_of_a_group_read_each_others_memory_on_one_host(jobs: Jobs, shared: bool) -> None:
+    first = group(jobs, "--steps", 5, "--then", "wait")
+    try:
+        params = {until_waiting(process) for process in first}
+        jobs.until_committed(5)
+    finally:
+        for process in first:
+            process.kill()
+            process.communicate()
+    second = group(jobs, "--steps", 6, FTCKPT_SHARE_MEMORY=str(int(shared)))
+    said = [communicate(process) for process in second]
+    for status, lines, errors in said:
+        assert status == 0, errors
+        (resumed,) = [line for line in lines if line["event"] == "resumed"]
+        assert resumed["step"] == 5
+        assert {resumed["params"]} == params
+    reads = [line for _, lines, _ in said for line in lines if line["event"] == "read"]
+    assert all(read["memory"] > 0 for read in reads)
+    assert all(read["memory"] + read["store"] >= read["all"] for read in reads)
+    assert all((read["store"] == 0) == shared for read in reads)
+
+
+def until_waiting(process: Any) -> str:
+    """Read what a rank says until it has made its last step; its parameters then."""
+    params = ""
+    for line in process.stdout:
+        said = json.loads(line) if line.startswith("{") else {"event": ""}
+        params = said["params"] if said["event"] == "step" else params
+        if said["event"] == "waiting":
+            return params
+    raise AssertionError(process.stderr.read())
+
+
+def communicate(process: Any) -> tuple[int, list[dict[str, Any]], str]:
+    try:
+        out, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], errors
