@@ -8,15 +8,13 @@ from typing import Any
 
 from ftckpt.data.chain import Chain
 from ftckpt.data.deck import Deck
+from ftckpt.data.intent import Recorder, sample_ids
 from ftckpt.data.order import Order
 from ftckpt.data.reel import END, Reel
 from ftckpt.data.whole import whole
 from ftckpt.errors import ConfigError
 
 logger = logging.getLogger("ftckpt")
-
-Record = Callable[[bool, int, int, Sequence[int]], None]
-"""Told of a batch that is about to be handed out: whether it is the first of its step, draw ordinal, epoch, sample ids."""
 
 
 class Steps:
@@ -82,10 +80,10 @@ class BatchFeed(Iterator[Any]):
         samples_of: number of samples in a batch; by default the first dimension found in it.
         ranks: ranks of the replica group that draw alike; samples are multiplied by it.
         after_seek: called after the loader was moved, before it is drawn from (to restore random streams).
-        ids: sample ids of a batch, for ``record``.
+        ids: sample ids of a batch, whole numbers, as many as it has samples; for ``record``.
         make: makes the loader that another replica had, by its name: positions may then include those (see ``data.chain``).
         anew: whether the loader begins anew where it cannot be put where the state says; it is told why.
-        record: told (first of its step, draw ordinal, epoch, sample ids) before a batch is handed out (see ``data.audit``).
+        record: told before a batch is handed out, and where the data are over (see ``data.audit``).
         order: what decides the order of the loader's samples, where that was looked at before.
         entering: called before the first batch of a loop; may refuse.
         after: an earlier feed of this very loader, and what it drew.
@@ -106,7 +104,7 @@ class BatchFeed(Iterator[Any]):
         ranks: int = 1,
         after_seek: Callable[[], None] | None = None,
         ids: Callable[[Any], Sequence[int]] | None = None,
-        record: Record | None = None,
+        record: Recorder | None = None,
         make: Callable[[str], Iterable[Any]] | None = None,
         anew: Callable[[str], bool] | None = None,
         order: Order | None = None,
@@ -139,7 +137,7 @@ class BatchFeed(Iterator[Any]):
         Raises:
             StopIteration: the last epoch is over.
             DataError: the loader cannot be put where the state says.
-            ConfigError: the step has all of its batches, and was not made yet.
+            ConfigError: the step has all of its batches, and was not made yet; ``ids`` gave what are no ids of the batch.
         """
         included = self._position()
         if included < 0:
@@ -149,14 +147,18 @@ class BatchFeed(Iterator[Any]):
         if held is None:
             if not self._given:
                 logger.warning("batches(epochs=%s): nothing is left; epochs are counted from the job's beginning", self._epochs)
+            if self._record is not None:
+                self._record.end(included + self._steps.handed, *self._deck.ended, -1, ())
             raise StopIteration
+        samples = self._samples_of(held.batch)
+        ids = sample_ids(self._ids(held.batch), samples) if self._ids is not None and self._record is not None else ()
         self._given = True
         self._steps.handed += 1
         self._epoch = held.epoch
-        self._samples = self._ranks * self._samples_of(held.batch) + (0 if first else self._samples)
+        self._samples = self._ranks * samples + (0 if first else self._samples)
         self._contribute(self._steps.handed, self._samples)
         if self._ids is not None and self._record is not None:
-            self._record(first, held.ordinal, held.epoch, self._ids(held.batch))
+            self._record.draw(first, held.ordinal, held.epoch, ids, held.plan())
         return held.batch
 
     def close(self) -> None:

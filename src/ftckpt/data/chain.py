@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ftckpt.data.order import Order
+from ftckpt.data.records import Plan
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import DataError
 
@@ -81,7 +82,22 @@ class Chain:
         self._only = Reel(loader, None, order) if self.once else None  # knows how far the iterator was read
         self._parts = [_Part(Link(replica=OWN), self._open)]
         self._turn = 0
+        self._planned: Callable[[], Plan] = Plan
         self.epoch = 0
+
+    @property
+    def ended(self) -> int:
+        """See ``Reel.ended``."""
+        return self._turn - 1
+
+    @property
+    def loaders(self) -> tuple[str, ...]:
+        """Whose loaders these are; empty for the own one."""
+        return tuple(name or part.owner for part in self._parts for name in part.reel().loaders)
+
+    def planned(self, owner: str = "") -> Callable[[], Plan]:
+        """See ``Reel.planned``; of the loader that gave the newest draw."""
+        return self._planned
 
     def draw(self) -> Any:
         """See ``Reel.draw``; ``epoch`` is then that of the batch."""
@@ -92,7 +108,7 @@ class Chain:
                 batch = reel.draw()
                 if batch is not END:
                     part.moved = True
-                    self.epoch = reel.epoch
+                    self.epoch, self._planned = reel.epoch, reel.planned(part.owner)
                     return batch
             self._turn += 1
         return END
@@ -160,6 +176,11 @@ class _Part:
         self._link, self._make = link, make
         self._reel: Reel | Chain | None = None
         self.moved = False
+
+    @property
+    def owner(self) -> str:
+        """Whose loader it is; empty for the replica's own."""
+        return self._link.replica
 
     def reel(self) -> Reel | Chain:
         """It, where its position says; what is to be skipped was drawn."""

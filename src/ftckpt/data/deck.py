@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ftckpt.data.chain import Chain
+from ftckpt.data.records import Plan
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import DataError
 
@@ -17,6 +18,7 @@ class Held(NamedTuple):
     ordinal: int
     batch: Any
     epoch: int
+    plan: Callable[[], Plan]
 
 
 class Deck:
@@ -68,10 +70,15 @@ class Deck:
             self._at = ordinal - 1
             return None
         self._journal(ordinal, self._reel.snapshot())
-        held = Held(ordinal, batch, self._reel.epoch)
+        held = Held(ordinal, batch, self._reel.epoch, self._reel.planned())
         self._held.append(held)
         self._at = ordinal
         return held
+
+    @property
+    def ended(self) -> tuple[int, tuple[str, ...]]:
+        """Where the data are over: the last epoch, and whose loaders these are (empty: its own)."""
+        return self._reel.ended, self._reel.loaders
 
     def spare(self, epochs: int | None) -> Any:
         """A batch that does not count, or ``END``; the loader and the journal are left alone."""

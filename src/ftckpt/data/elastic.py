@@ -15,7 +15,9 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
-from ftckpt.data.batches import Record, Steps
+from ftckpt.data.batches import Steps
+from ftckpt.data.intent import Recorder
+from ftckpt.data.records import SHARED, Plan
 from ftckpt.data.sampler import ElasticSampler, Share
 from ftckpt.data.whole import whole
 from ftckpt.errors import ConfigError
@@ -61,6 +63,11 @@ class ElasticLoader:
         self._batches = DataLoader(dataset, batch_sampler=self._ahead, **options)
         self._fetching: Iterator[Any] | None = None
         self._last: tuple[tuple[tuple[int, ...], ...], list[Any]] = ((), [])
+
+    @property
+    def part(self) -> int:
+        """Which part of a group's slice this rank takes."""
+        return self._ahead.place[1]
 
     def place(self, ranks: int, own: int) -> None:
         """Say which rank of which group this is, unless that was said when it was made."""
@@ -151,7 +158,7 @@ class ElasticFeed(Iterator[Any]):
         votes: votes held so far: each ends a step, whatever became of it.
         contribute: told before a batch is handed out what the step contributes: draws (0 or 1), samples of the group.
         drawn: draws of this replica included in the state now (for ``record``).
-        record: told (first of its step, draw ordinal, epoch, sample indices) before a batch is handed out (see ``data.audit``).
+        record: told before a batch is handed out, and where the data are over (see ``data.audit``).
         entering: called before the first batch of a loop; may refuse.
     """
 
@@ -164,7 +171,7 @@ class ElasticFeed(Iterator[Any]):
         votes: Callable[[], int],
         contribute: Callable[[int, int], None],
         drawn: Callable[[], int] = lambda: 0,
-        record: Record | None = None,
+        record: Recorder | None = None,
         entering: Callable[[], None] | None = None,
     ) -> None:
         self._loader = loader
@@ -185,11 +192,14 @@ class ElasticFeed(Iterator[Any]):
             ConfigError: the step's batch was handed out already, and the step not made yet.
         """
         if self._loader.sampler.over(self._position()):
+            self._ended()
             raise StopIteration  # before a quorum is asked for that nobody would vote in
         self._steps.next(self._position())
         rank, count = self._members()
         got = self._loader.take(self._position(), rank, count)
         if got is None:
+            if rank is not None:
+                self._ended()
             raise StopIteration
         batch, self.share = got
         counts = rank is not None
@@ -197,6 +207,12 @@ class ElasticFeed(Iterator[Any]):
         self._contribute(int(counts), self.share.samples)
         if counts and self._record is not None:
             pairs = list(zip(self.share.epochs, self.share.indices, strict=True))
-            for n, epoch in enumerate(dict.fromkeys(self.share.epochs)):
-                self._record(n == 0, self._drawn() + 1, epoch, [i for e, i in pairs if e == epoch])
+            plan, left = Plan(SHARED, self._loader.part, self._loader.sampler.length), dict(self.share.left)
+            for n, epoch in enumerate(dict.fromkeys((*left, *self.share.epochs))):
+                self._record.draw(n == 0, self._drawn() + 1, epoch, [i for e, i in pairs if e == epoch], plan, left.get(epoch, ()))
         return batch
+
+    def _ended(self) -> None:
+        if self._record is not None:
+            sampler = self._loader.sampler
+            self._record.end(self._drawn(), sampler.last, (SHARED,), self._loader.part, sampler.rest(self._position()))

@@ -8,8 +8,9 @@ torch's global stream is left as it was.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from typing import Any, Final
 
@@ -17,7 +18,9 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader
 
+from ftckpt.data.intent import plan_of
 from ftckpt.data.order import Order, order_of, refuse
+from ftckpt.data.records import Plan
 from ftckpt.errors import DataError
 from ftckpt.trainer.inline import decode_value, encode_value
 
@@ -73,8 +76,26 @@ class Reel:
         self._iterator: Iterator[Any] | None = None
         self._seed = _initial_seed(loader)
         self._failed = False  # a draw has raised
+        self._plan: tuple[int, Callable[[], Plan]] | None = None  # of which epoch
         self.epoch = 0
         self.index = 0
+
+    loaders = ("",)
+
+    @property
+    def ended(self) -> int:
+        """The last epoch, once ``draw`` has given ``END``."""
+        return self.epoch if self.once else self.epoch - 1
+
+    def planned(self, owner: str = "") -> Callable[[], Plan]:
+        """What the epoch of the newest draw is meant to hand out, for whoever asks.
+
+        Args:
+            owner: whose loader it is; empty: the replica's own.
+        """
+        if self._plan is None or self._plan[0] != self.epoch:
+            self._plan = (self.epoch, cache(lambda: plan_of(self._loader, owner)))
+        return self._plan[1]
 
     @property
     def counted(self) -> bool:

@@ -26,12 +26,14 @@ class Share(msgspec.Struct, frozen=True):
             sample of the step alike.
         epochs: epoch of each index.
         samples: that the whole replica group takes, skipped ones included: what it contributes to the position.
+        left: what the step passes over on purpose (``drop_last``), as (epoch, indices); said to the first rank of all.
     """
 
     parts: tuple[tuple[int, ...], ...]
     weights: tuple[float, ...]
     epochs: tuple[int, ...]
     samples: int
+    left: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -125,7 +127,17 @@ class ElasticSampler:
             tuple(len(part) * units / step.size for part in parts),
             tuple(epochs),
             group[1] - group[0] + (step.skipped if rank == 0 else 0),
+            self._between(step.begin - step.skipped, step.begin) if rank == own == 0 else (),
         )
+
+    def rest(self, position: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """What is left out where the data are over at a position, as (epoch, indices)."""
+        return () if self._epochs is None else self._between(position, self._epochs * self.length)
+
+    @property
+    def last(self) -> int:
+        """The last epoch; -1 if there is none."""
+        return -1 if self._epochs is None else self._epochs - 1
 
     def after(self, position: int, count: int, ranks: int = 1) -> int:
         """The position after the step that ``count`` groups make from ``position``."""
@@ -138,6 +150,10 @@ class ElasticSampler:
     def _window(self, position: int, units: int) -> Window:
         size = self._all if self._all is not None else units * (self._each or 1)
         return window(position, size, epoch=self.length, drop_last=self._drop_last, epochs=self._epochs, least=units)
+
+    def _between(self, begin: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        parts = by_epoch(begin, end, self.length)
+        return tuple((number, tuple(self._order(number)[first:last].tolist())) for number, first, last in parts)
 
     def _permutation(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:

@@ -48,8 +48,8 @@ class LoopCalls:
         if audit or "ids" in options:
             if self._rank.loaders.kind == "own" and "ids" not in options:
                 raise ConfigError("audit=True needs ids, a function that gives a batch's sample ids", todo="give ids=")
-            self._rank.ledger.open(self.settings, self.replica, self._rank.group.rank)
-            options.setdefault("record", self._rank.ledger.draw)
+            self._rank.ledger.open(self.settings, self.replica, self._rank.group.rank, self._rank.group.world_size)
+            options.setdefault("record", self._rank.ledger)
         options.setdefault("ranks", self._rank.group.world_size)
         return self._rank.loaders.feed(name, self._rank.session, self.replica, after_seek=self._rank.loader.rng_after_seek, **options)
 

@@ -49,7 +49,7 @@ class SampleLedger:
         if self._writer is not None:
             self._writer.end(self._at(), ordinal, epoch, loaders, part, left)
 
-    def voting(self, before: str, nonce: int, draws: int | None = None) -> None:
+    def voting(self, before: str, nonce: int, draws: int) -> None:
         """This replica contributes to the vote that is about to be held."""
         self._tell(lambda writer: writer.voting(before, nonce, draws))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
+from ftckpt.data.records import SHARED, Plan
 from ftckpt.data.sampler import ElasticSampler
 from ftckpt.errors import ConfigError, DataError
 
@@ -176,13 +178,23 @@ def test_users_random_stream_is_left_alone() -> None:
 def test_feed_tells_what_counts_and_records_it() -> None:
     told: list[Any] = []
     state = {"samples": 0, "rank": 0}
+
+    class Told:
+        def draw(
+            self, first: bool, ordinal: int, epoch: int, ids: Sequence[int], plan: Plan | None = None, left: Sequence[int] = ()
+        ) -> None:
+            told.append((ordinal, epoch, list(ids)))
+            assert (plan, left) == (Plan(SHARED, 0, 5), ())
+
+        def end(self, *_: object) -> None: ...
+
     feed = ElasticFeed(
         ElasticLoader(torch.arange(5), ElasticSampler(5, shuffle=False, batch_size=2)),
         position=lambda: state["samples"],
         members=lambda: (state["rank"] if state["rank"] >= 0 else None, 2),
         votes=lambda: len(told),
         contribute=lambda draws, samples: told.append((draws, samples)),
-        record=lambda first, ordinal, epoch, ids: told.append((ordinal, epoch, list(ids))),
+        record=Told(),
     )
     assert next(feed).tolist() == [0, 1]
     state |= {"samples": 4}

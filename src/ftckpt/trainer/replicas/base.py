@@ -26,6 +26,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         trajectory: of the state.
         counts: draws included, per member id.
         samples: samples included, over all members.
+        order: what decides the order of samples where all share one, once somebody has said it.
         blank: the state was given up; the rest means nothing.
     """
 
@@ -33,6 +34,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: Trajectory
     counts: dict[int, int] = {}
     samples: int = 0
+    order: dict[str, Any] = {}
     blank: bool = False
 
     def made(self, slots: Sequence[Slot], tail_step: int | None) -> Position:
@@ -50,7 +52,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
             if slot.role is Role.CONTRIBUTES:
                 counts[slot.member] = counts.get(slot.member, 0) + slot.draws
                 samples += slot.samples
-        return Position(trajectory=moved, counts=counts, samples=samples)
+        return Position(trajectory=moved, counts=counts, samples=samples, order=self.order)
 
     def encode(self) -> bytes:
         """As JSON, for the state that travels with a heal."""
@@ -159,6 +161,9 @@ class Replica(Protocol):
             samples: samples in them, over the ranks of the group.
         """
 
+    def share(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Say what decides the order of samples that all share; returns what does in the live state, which may be a peer's."""
+
     def stand_by(self) -> None:
         """There is no state yet: as if it had been given up, this replica is blank until it heals. Before the first step."""
 
@@ -191,8 +196,8 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
             thread; bounded by the log's own deadline.
         ahead: words about a live replica that has made steps of which the log has no generation yet; empty if none is seen. Asked
             before a step from zero, on torchft's quorum thread; bounded by the log's own deadline.
-        on_vote: this replica is about to say that it contributes to a step (trajectory hash before it, attempt nonce); the others may commit
-            it from then on. Any thread that reduces gradients.
+        on_vote: this replica is about to say that it contributes to a step (trajectory hash before it, attempt nonce, draws); the others
+            may commit it from then on. Any thread that reduces gradients.
         on_made: a step was committed (trajectory hash before, after, step, (member, nonce) of everybody whose draws are in it).
     """
 
@@ -203,7 +208,7 @@ class Callbacks(msgspec.Struct, frozen=True, kw_only=True):
     on_event: Callable[[str, str], None] = lambda kind, text: None
     rivals: Callable[[Entry], str] = lambda tail: ""
     ahead: Callable[[], str] = lambda: ""
-    on_vote: Callable[[str, int], None] = lambda before, nonce: None
+    on_vote: Callable[[str, int, int], None] = lambda before, nonce, draws: None
     on_made: Callable[[str, str, int, tuple[tuple[int, int], ...]], None] = lambda before, after, step, parts: None
 
 

@@ -90,6 +90,12 @@ class Member:
         self._first, self._adds, self._spent = True, (0, 0), False
         self.bounds.refusals = 0
 
+    def share(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See ``Replica.share``."""
+        if not self.position.order and not self.position.blank:
+            self.position = msgspec.structs.replace(self.position, order=dict(order))
+        return self.position.order or order
+
     def give_up(self) -> None:
         """The state is worth nothing any more."""
         self.position, self._spent = NOWHERE, False
@@ -234,7 +240,7 @@ class Member:
     def announce(self, mine: Slot) -> None:
         """This slot of ours is about to be sent to those whom we vote with."""
         if mine.role is Role.CONTRIBUTES:
-            self._callbacks.on_vote(mine.h, mine.nonce)
+            self._callbacks.on_vote(mine.h, mine.nonce, mine.draws)
 
     # ------------------------------------------------------------------ after the vote
     def applying(self) -> Position | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
@@ -26,7 +27,7 @@ class SoloReplica:
         job: str,
         replica: str,
         incarnation: str,
-        on_vote: Callable[[str, int], None] | None = None,
+        on_vote: Callable[[str, int, int], None] | None = None,
         on_made: Callable[[str, str, int, tuple[tuple[int, int], ...]], None] | None = None,
     ) -> None:
         self._on_vote, self._on_made = on_vote, on_made
@@ -90,6 +91,10 @@ class SoloReplica:
         """It alone."""
         return 0, 1
 
+    def share(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Nobody else has one."""
+        return order
+
     def stand_by(self) -> None:
         """Raises NothingLoadable: there are no peers to wait for."""
         raise NothingLoadable("there is no state to go on from, and no peer to take one from", now="nothing was started")
@@ -111,7 +116,7 @@ class SoloReplica:
         slot = Slot(role=Role.CONTRIBUTES, member=self.member, nonce=nonce, h=self.trajectory.h, draws=draws, samples=samples)
         before = self.trajectory.h
         if self._on_vote is not None:
-            self._on_vote(before, nonce)
+            self._on_vote(before, nonce, draws)
         self._position = self._position.made([slot], self._known_step)
         if self._on_made is not None:
             self._on_made(before, self.trajectory.h, self.step, ((self.member, nonce),))
