@@ -62,11 +62,18 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {_word(then, k)} then, {_word(now, k)} now" for k in keys if then.get(k) != now.get(k))
 
 
-def refuse(then: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+_BACK = (
+    'use the settings of before, or let the position go on purpose with resume(data="restart"): the data begin anew then, and samples of the epoch '
+    "that was under way are repeated"
+)
+
+
+def refuse(then: Mapping[str, Any], now: Mapping[str, Any], what: str, todo: str = _BACK) -> None:
     """Refuse a position for another order.
 
     Args:
         what: is true now.
+        todo: what to do.
 
     Raises:
         DataError: names what has changed.
@@ -75,8 +82,7 @@ def refuse(then: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
         raise DataError(
             f"the data position was taken with other settings: {changed}",
             now=what,
-            todo='use the settings of before, or let the position go on purpose with resume(data="restart"): the data begin anew then, '
-            "and samples of the epoch that was under way are repeated",
+            todo=todo,
         )
 
 

@@ -148,10 +148,26 @@ class Loaders:
                 f"batches() of an ElasticLoader takes no {', '.join(strange)}",
                 todo="give epochs and micro_batch to its ElasticSampler, and audit=True instead of ids",
             )
+        order = loader.sampler.order
+
+        def agree() -> None:
+            refuse(
+                replica.share(order),
+                order,
+                "nothing was drawn; the other replicas go on",
+                "start this replica with the settings of the others",
+            )
+
+        def members() -> tuple[int | None, int]:
+            agree()  # before the quorum, so that those who heal by it hear of it
+            found = replica.members()
+            agree()  # the state may be a peer's now
+            return found
+
         return ElasticFeed(
             loader,
             position=lambda: replica.samples,
-            members=replica.members,
+            members=members,
             votes=lambda: replica.votes,
             contribute=replica.contribute,
             drawn=lambda: _included(replica),

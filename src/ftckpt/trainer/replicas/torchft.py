@@ -253,6 +253,10 @@ class FtReplica:
         """See ``Replica.contribute``."""
         self._standing.contribute(draws, samples)
 
+    def share(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See ``Replica.share``."""
+        return self._standing.share(order)
+
     def stand_by(self) -> None:
         """See ``Replica.stand_by``."""
         self._standing.give_up()
