@@ -24,6 +24,7 @@ from ftckpt.link.client import AgentClient, AgentConfig, SaveHandle
 from ftckpt.link.messages import Warned
 from ftckpt.ports import BlobStore, CommitLog
 
+LARGE = 2_500_000  # elements: an image of ten blocks
 STATES = {"model": StateInfo(kind="module")}
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
-from agent_harness import Trainer, pattern, table_of
+from agent_harness import LARGE, Trainer, pattern, table_of
 
 from ftckpt.domain.trajectory import genesis
 from ftckpt.link.client import AgentConfig
@@ -41,7 +41,7 @@ def main(config_file: str, action: str) -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "save-thrice":  # images of a few blocks
-        trainer.table = table_of(700_000, f"model/w{config.rank}")
+        trainer.table = table_of(LARGE, f"model/w{config.rank}")
         for number in (1, 2, 3):
             trainer.save(fill=pattern(trainer.table.image_bytes, number)).wait(20.0)
         print(pid, flush=True)
@@ -57,9 +57,7 @@ def main(config_file: str, action: str) -> None:
                 trainer.client._channel.close()
             elif word == "overwrite":  # as a capture that is under way
                 trainer.arena.slot(0)[: 1 << 20] = trainer.arena.slot(1)[: 1 << 20] = bytes(1 << 20)
-            elif word == "bye":
-                trainer.close()
-            slots = [] if trainer.arena is None or trainer.arena.fd < 0 else [trainer.arena.slot(i) for i in (0, 1)]
+            slots = [trainer.arena.slot(i) for i in (0, 1)]
             print(word, sum(len(slot) - bytes(slot).count(0) for slot in slots), flush=True)
         time.sleep(60)
     else:
