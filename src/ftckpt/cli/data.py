@@ -155,9 +155,13 @@ def _why(reports: Mapping[str, AuditReport], names: Mapping[int, str]) -> list[s
                 said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} missing{_listed(e.missing)}")
             elif e.state == "wrong" and not (e.repeated or e.unknown):
                 said.append(f"{of}epoch {e.epoch} is over after {e.draws} of the {e.of_draws} draws that its loader has")
-        if complete := ranges(e.epoch for e in r.epochs if e.state == "complete"):
-            which = "epoch" if amount(complete) == 1 else "epochs"
-            said.append(f"{of}{which} {_text(complete)} complete, each sample exactly once")
+        whole = [e for e in r.epochs if e.state == "complete"]
+        if numbers := ranges(e.epoch for e in whole):
+            which = "epoch" if len(whole) == 1 else "epochs"
+            apart = sum(amount(e.left) for e in whole), sum(amount(e.padded) for e in whole)
+            words = [f"{n} {how} on purpose" for n, how in zip(apart, ("left out", "repeated"), strict=True) if n]
+            but = f" but for {' and '.join(words)}" if words else ""
+            said.append(f"{of}{which} {_text(numbers)} complete, each sample exactly once{but}")
         said += [f"{of}epoch {e.epoch} in progress, {_far(e)}, none twice" for e in r.epochs if e.state == "in progress"]
     return said
 
