@@ -33,7 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         agent_tls_cert: certificate (PEM) with which the agent serves https; empty: http, signed but not encrypted.
         agent_tls_key: its private key; empty: in the certificate's file.
         agent_tls_ca: authority (PEM) that other agents' certificates must come from.
-        share_memory: heal from the memory of a peer on this host rather than over its socket, where the system allows it.
+        share_memory: heal from the memory of a peer on this host rather than over its socket, where the system allows it; at a restart, read
+            shards from the memory of the other ranks' agents here.
         runtime_dir: directory for sockets and locks of agents on this host.
         log_dir: directory for the agents' output; empty: the runtime directory.
         state_dir: directory for the cursor journal where the root is not a file root; empty: the runtime directory.
