@@ -58,7 +58,7 @@ class Stream:
 def make_loader(a: argparse.Namespace, replica: int) -> Any:
     if a.loader == "elastic":
         sampler = ElasticSampler(
-            a.samples, seed=3, epochs=a.epochs, micro_batch=a.micro, **{"global_batch" if a.batch_all else "batch_size": a.batch}
+            a.samples, seed=3 + (replica == a.odd), epochs=a.epochs, micro_batch=a.micro, **{"global_batch" if a.batch_all else "batch_size": a.batch}
         )
         return ElasticLoader(Numbers(0, 1, a.samples), sampler, num_workers=a.workers, **({"prefetch_factor": 4} if a.workers else {}))
     if a.loader == "stream":
@@ -97,6 +97,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=None)
     p.add_argument("--goal", type=Path, default=None)
     p.add_argument("--every", type=int, default=5)
+    p.add_argument("--odd", type=int, default=None, help="number of a replica that has another shared order")
     p.add_argument("--slow", type=float, default=0.0)
     p.add_argument("--resume-step", type=int, default=None)
     p.add_argument("--data", default="strict")

@@ -193,6 +193,29 @@ def test_a_host_lost_with_the_first_generation_comes_back_through_its_peer(job: 
     assert (status, [e["repeated"] for e in one["epochs"]]) == (0, [[]])
 
 
+@pytest.mark.covers("F47", "I12")
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_replica_with_another_shared_order_than_its_peers_is_refused(sync: bool, job: Callable[..., DataJob]) -> None:
+    """Nothing is saved: what the order is, the peers' state alone tells."""
+    run = job(
+        "--loader", "elastic", "--samples", 200, "--slow", 0.05, "--every", 1000, "--odd", 2, *(["--sync-quorum"] if sync else []),
+        min_replicas=2, max_replicas=3,
+    )  # fmt: skip
+    run.start(0, 1)
+    run.until("steps", lambda: run.top >= 4)
+    run.start(2)
+    log = run.folder / "logs" / "replica2.log"
+    run.until("its end", lambda: log.exists() and "seed 3 then, 4 now" in log.read_text(errors="replace"), repair=False)
+    assert "the settings of the others" in log.read_text(errors="replace")
+    run.leave(2)
+    before = run.top
+    run.until("steps of the others", lambda: run.top >= before + 5 and run.taking_part() == 2)
+    run.finish(steps=3)
+    assert not any(line["committed"] and line["with"] == 3 for r in (0, 1) for line in run.lines(r))
+    status, report = run.audit("--samples", 200)
+    assert [e["repeated"] for e in report["reports"]["job"]["epochs"]] == [[]] * len(report["reports"]["job"]["epochs"]), (status, report)
+
+
 @pytest.mark.covers("F49", "I12")
 def test_iterables_of_unknown_length_under_kills(job: Callable[..., DataJob]) -> None:
     run = job("--loader", "stream", "--samples", 150, "--shares", 3, "--slow", 0.05, min_replicas=2, max_replicas=3)
