@@ -13,7 +13,7 @@ from ftckpt.data.records import Plan
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.wiring import root_path
 
-KEPT = 1024  # calls of steps before it was opened
+KEPT = 1 << 13  # votes and steps before it was opened
 
 
 class SampleLedger:
