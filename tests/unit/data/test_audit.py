@@ -400,3 +400,17 @@ def test_samples_of_a_replica_that_has_not_come_to_an_epoch_are_not_missing_in_i
     elsewhere = Use("o", 99, 2, 0, 1, 0, (7,), None, 1, 1)  # of an attempt that was not committed
     report = judge_audit([*uses, elsewhere], made, at, "o")
     assert [(e.state, e.missing, e.ahead) for e in report.epochs] == [("in progress", (), ((7, 7),))] * 2
+
+
+@pytest.mark.covers("I12")
+def test_draw_that_two_steps_include_is_repeated() -> None:
+    uses, made, at = steps(drawn(1, 0, 0, 1, of=2), drawn(1, 0, 0, 1, of=2))  # the count did not move
+    assert [(e.state, e.repeated) for e in judge_audit(uses, made, at, "o").epochs] == [("wrong", ((0, 1),))]
+
+
+@pytest.mark.covers("F49", "I12")
+def test_batch_that_was_handed_out_and_is_not_contributed_is_not_written(tmp_path: Path) -> None:
+    with AuditWriter(tmp_path, "r0", 7, 0, "abc") as audit:
+        audit.draw(True, 1, 0, [3])
+        audit.voting("h0", 11, 0)  # its state was given up meanwhile
+    assert [(u.ordinal, u.ids) for u in read_audit(tmp_path).uses] == [(0, ())]
