@@ -27,6 +27,7 @@ from ftckpt.format.manifest import RECEIPTS, Receipt, Referred, ShardInfo, encod
 from ftckpt.format.shard import write_shard
 from ftckpt.format.table import TensorTable
 from ftckpt.link import messages as m
+from ftckpt.link.handles import error_from
 from ftckpt.ports import BlobStore
 
 logger = logging.getLogger("ftckpt.agent")
@@ -98,7 +99,8 @@ class Persist:
                 self._tell_failure(job, e)
         finally:
             image.release()
-            self._slots.release(job.session, job.save.arena, job.save.slot)
+            if job.save.refused is None:
+                self._slots.release(job.session, job.save.arena, job.save.slot)
         if written.receipt is not None and written.receipt.shard is not None:
             seconds, size = time.monotonic() - began, written.receipt.shard.bytes
             self._desk.post(job.session, m.Persisted(ordinal=job.save.ordinal, location=job.name, bytes=size, seconds=seconds))
@@ -106,6 +108,9 @@ class Persist:
 
     def _write(self, job: Job, image: memoryview, small: SmallFiles) -> Receipt:
         config, save = job.config, job.save
+        if save.refused is not None:
+            small.write()  # whose attempt it is: what is told must be known as this group's own
+            raise error_from(*save.refused)
         found: list[_Stored] = []
         work = partial(self._write_less if config.reuse else self._write_all, job, image, small, found)
         began = time.monotonic()

@@ -93,7 +93,8 @@ class Pipeline:
     # ------------------------------------------------------------ what comes in
     def save(self, job: Job) -> None:
         """Persist, put together and commit. Raises AgentError if there is no such slot."""
-        image = self.slots.hold(job.session, job.save.arena, job.save.slot)
+        there = job.save.refused is None
+        image = self.slots.hold(job.session, job.save.arena, job.save.slot) if there else memoryview(b"")
         self.desk.begin(job.session, job.save.ordinal)
         if not self._persisting.idle:
             self._persist.niced.hurry()

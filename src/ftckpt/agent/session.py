@@ -12,6 +12,7 @@ from ftckpt.agent.serve import Offer
 from ftckpt.domain.names import member_id
 from ftckpt.errors import AgentError
 from ftckpt.format.manifest import Cursor, StateInfo, decode
+from ftckpt.format.plan import plan_image
 from ftckpt.format.table import TensorTable
 from ftckpt.link import messages as m
 from ftckpt.link.arena import Arena
@@ -93,6 +94,10 @@ class Session:
         return bool(self._drains)
 
     def _save(self, message: m.Save) -> None:
+        if message.refused is not None:
+            nothing = plan_image([])
+            self._pipeline.save(Job(session=self.number, config=self.config, save=message, table=nothing, states={}, received=time.time()))
+            return
         table, states = self._layout(message.layout)
         self._move_on()
         job = Job(session=self.number, config=self.config, save=message, table=table, states=states, received=time.time())

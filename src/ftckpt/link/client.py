@@ -21,6 +21,7 @@ Signatures (all durations are seconds; every call ends within its timeout or ``c
     # work
     .save(*, slot, layout, attempt, trajectory, leaves=b"", cursor=b"", expected=(), counts={}, samples=0,
           batches_committed=0, known_tail=-1, base=-1, metrics={}, log="") -> SaveHandle
+    .refuse(attempt: str, trajectory, error) -> None              this rank has no part in a save: the group's others are told
     .publish(snapshot: str, *, slot, layout, trajectory, leaves=b"", extra=b"") -> None     a slot may be saved and published
     .retire(snapshot: str) -> None
     .cursor_at(step: int, trajectory: str, cursor: bytes) -> None

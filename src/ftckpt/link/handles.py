@@ -84,6 +84,13 @@ class SaveHandle:
         self._changed.notify_all()
 
 
+def texts_of(error: Exception) -> tuple[str, str, str, str]:
+    """An error for another process: class name, what, now, todo. ``error_from`` makes one of it there."""
+    if isinstance(error, FtckptError):
+        return type(error).__name__, error.what, error.now, error.todo
+    return SaveFailed.__name__, f"{type(error).__name__}: {error}", "", "see that process's output"
+
+
 def error_from(name: str, what: str, now: str, todo: str) -> FtckptError:
     """The error that an agent reported, by its class name in ``ftckpt.errors``; unknown ones become SaveFailed."""
     kind = getattr(errors, name, None)

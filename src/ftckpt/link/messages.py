@@ -64,6 +64,7 @@ class Save(_Msg, frozen=True, kw_only=True):
         expected: member ids of the replicas whose cursors belong to it.
         cursor: this rank's own Cursor document (JSON).
         log: identity of the log that ``known_tail`` is of; "" if it was not known.
+        refused: class name and texts of an error for which this rank captured nothing (there is no slot): the others of its group are told.
     """
 
     ordinal: int
@@ -82,6 +83,7 @@ class Save(_Msg, frozen=True, kw_only=True):
     base: int
     metrics: dict[str, float]
     log: str = ""
+    refused: tuple[str, str, str, str] | None = None
 
 
 class CursorAt(_Msg, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ftckpt.domain.trajectory import Trajectory
-from ftckpt.errors import AgentError
+from ftckpt.errors import AgentError, FtckptError
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
 from ftckpt.link import messages as m
@@ -129,6 +129,41 @@ class Outbox:
             self._inbox.forget(handle)
             raise
         return handle
+
+    def refuse(self, attempt: str, trajectory: Trajectory, error: FtckptError) -> None:
+        """Tell the other ranks of the group, through the agents, that this one has no part in a save, so that nobody waits for it.
+
+        Args:
+            error: why; it is raised here by whoever met it, and not once more as a failure in the background.
+
+        Raises:
+            AgentError: the agent has gone.
+        """
+        handle = self._inbox.new_save(trajectory.step, attempt)
+        handle.reported = True
+        message = m.Save(
+            ordinal=handle.ordinal,
+            slot=-1,
+            arena=-1,
+            layout=-1,
+            attempt=attempt,
+            trajectory=trajectory,
+            leaves=b"",
+            cursor=b"",
+            expected=(),
+            counts={},
+            samples=0,
+            batches_committed=0,
+            known_tail=-1,
+            base=-1,
+            metrics={},
+            refused=(type(error).__name__, error.what, error.now, error.todo),
+        )
+        try:
+            self._send(message)
+        except AgentError:
+            self._inbox.forget(handle)
+            raise
 
     def publish(self, snapshot: str, *, slot: int, layout: int, trajectory: Trajectory, leaves: bytes = b"", extra: bytes = b"") -> None:
         """Serve a slot to peers under an id until it is retired."""

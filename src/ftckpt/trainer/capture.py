@@ -23,6 +23,7 @@ from ftckpt.trainer.group import Group
 from ftckpt.trainer.image_plan import Batch, Plan, image_views, place
 from ftckpt.trainer.layout import Box, Held, Ownership, Source, dtype_name, exchange, held
 from ftckpt.trainer.naming import memory_key
+from ftckpt.trainer.refusing import unless_refused
 from ftckpt.trainer.states import StateRegistry
 from ftckpt.trainer.trees import Trees
 from ftckpt.trainer.watching import Tensors, Watch
@@ -60,14 +61,14 @@ class Capturer:
         self._lock = threading.Lock()
         self._streams = SideStreams()
 
-    def prepare(self) -> Plan:
-        """The plan for the states as they are now. Main thread, at a step boundary; cheap while nothing changed.
+    def prepare(self, at: str = "") -> Plan:
+        """The plan for the states as they are now. Main thread, at a step boundary (``at``, alike on all ranks); cheap while nothing changed.
 
         Raises:
             Unstorable: a value cannot be stored faithfully; names its key. Nothing was written.
-            ConfigError: two states or parts claim one name.
+            ConfigError: two states or parts claim one name. Mismatch: ranks mean different things by one name.
             DeadlineExceeded: another rank did not announce its names (first plan, and when the structure changed).
-            Mismatch: ranks mean different things by one name.
+            FtckptError: of the kind that another rank refused with at this boundary.
         """
         with torch.no_grad(), without_gc():
             states = self._registry.of_scope("shared")
@@ -80,7 +81,8 @@ class Capturer:
             static = collect_static(states) if fresh or self._static is None else self._static
             if fresh:
                 if self._ownership is None or self._static is None or self._static.claims != static.claims:
-                    self._ownership = exchange(self._group, f"layout/{self._exchanged}", static.claims)
+                    key, refused = f"layout/{at or self._exchanged}", unless_refused(self._group, at)
+                    self._ownership = exchange(self._group, key, static.claims, refused)
                     self._exchanged += 1
                 self._static, self._watch = static, Watch(static)
                 self._trees = self._asked = None  # there is no plan for these yet
@@ -208,7 +210,6 @@ class Capturer:
         with self._lock:
             self._goals.clear()
 
-    # ------------------------------------------------------------ planning
     def _mine(self, claim: str) -> bool:
         return self._ownership is None or self._ownership.mine(claim)
 
@@ -256,7 +257,6 @@ class Capturer:
     def _apart(self, name: str) -> bool:
         return self._ownership is not None and self._ownership.apart(name)
 
-    # ------------------------------------------------------------ copying
     def _goal(self, plan: Plan, target: memoryview) -> Goal | None:
         """Views of the target, one per piece; kept for the next fill of the same memory."""
         size = plan.table.image_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.02
 _SLICE_S = 5.0  # one blocking wait in the store; the deadline may be longer
+_LOOK_S = 0.5  # the same where something is looked for meanwhile
+Meanwhile = Callable[[Sequence[int]], None]
 _LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
 
 
@@ -110,11 +112,11 @@ class Group:
         greeted: list[str] = []
         missing = list(others)
         while missing:
-            hellos = [self._read(f"hello/{r}") for r in others]
+            hellos = [self.look(f"hello/{r}") for r in others]
             if hellos != greeted:
                 greeted = hellos
                 self._write("welcome", msgspec.json.encode({"incarnation": incarnation, "hellos": hellos}))
-            missing = [r for r in others if self._read(f"ack/{r}") != incarnation]
+            missing = [r for r in others if self.look(f"ack/{r}") != incarnation]
             if missing:
                 self._sleep(limit, "the start of the group", missing)
         return incarnation
@@ -124,7 +126,7 @@ class Group:
         self._write(f"hello/{self.rank}", nonce.encode())
         limit = self._limit(None)
         while True:
-            text = self._read("welcome")
+            text = self.look("welcome")
             if text:
                 welcome = msgspec.json.decode(text)
                 if nonce in welcome["hellos"]:
@@ -134,31 +136,25 @@ class Group:
             self._sleep(limit, "the start of the group", [0])
 
     def publish(self, key: str, value: bytes) -> None:
-        """Put this rank's value under a key that was not used before; does not wait for others.
-
-        Raises:
-            PeerError: the store is gone.
-        """
+        """Put this rank's value under a key that was not used before; does not wait for others. Raises PeerError."""
         self._write(f"{self.incarnation}/{key}/{self.rank}", value)
 
-    def collect(self, key: str, *, deadline: float | None = None) -> list[bytes]:
+    def collect(self, key: str, *, deadline: float | None = None, meanwhile: Meanwhile | None = None) -> list[bytes]:
         """Every rank's published value, in order of ranks.
 
         Args:
             deadline: seconds; the group's when left out.
+            meanwhile: called twice a second with the ranks that have not published; what it raises ends the wait.
 
         Raises:
             DeadlineExceeded: names the ranks that have not published.
             PeerError: the store is gone.
         """
-        return self._await([f"{self.incarnation}/{key}/{r}" for r in range(self.world_size)], range(self.world_size), key, deadline)
+        ranks = range(self.world_size)
+        return self._await([f"{self.incarnation}/{key}/{r}" for r in ranks], ranks, key, deadline, meanwhile)
 
     def peek(self, key: str) -> list[bytes] | None:
-        """What ``collect`` would give, without waiting; None while a rank has not published.
-
-        Raises:
-            PeerError: the store is gone.
-        """
+        """What ``collect`` would give, without waiting; None while a rank has not published. Raises PeerError."""
         keys = [f"{self.incarnation}/{key}/{r}" for r in range(self.world_size)]
         if self.world_size == 1:
             return [self._local[key] for key in keys] if keys[0] in self._local else None
@@ -170,11 +166,7 @@ class Group:
             raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
 
     def count(self, key: str, more: int) -> int:
-        """Add to a number that all ranks share, 0 at first; the sum. Atomic.
-
-        Raises:
-            PeerError: the store is gone.
-        """
+        """Add to a number that all ranks share, 0 at first; the sum. Atomic. Raises PeerError."""
         name = f"{self.incarnation}/count/{key}"
         if self.world_size == 1:
             total = int(self._local.get(name, b"0")) + more
@@ -229,7 +221,9 @@ class Group:
         self.close()
 
     # ------------------------------------------------------------ the store, with its errors mapped
-    def _await(self, keys: Sequence[str], ranks: Sequence[int], what: str, deadline: float | None) -> list[bytes]:
+    def _await(
+        self, keys: Sequence[str], ranks: Sequence[int], what: str, deadline: float | None, meanwhile: Meanwhile | None = None
+    ) -> list[bytes]:
         if self.world_size == 1:
             return [value for key in keys if (value := self._local.get(key)) is not None]
         limit = self._limit(deadline)
@@ -238,10 +232,12 @@ class Group:
         while True:
             left = limit - time.monotonic()
             try:
-                store.wait(full, timedelta(seconds=max(0.001, min(left, _SLICE_S))))
+                store.wait(full, timedelta(seconds=max(0.001, min(left, _LOOK_S if meanwhile else _SLICE_S))))
                 return [bytes(value) for value in store.multi_get(full)]
             except _LOST as e:
                 missing = self._missing(full, ranks, e)
+            if meanwhile is not None:
+                meanwhile(missing)
             if missing and time.monotonic() >= limit:
                 raise DeadlineExceeded(
                     f"rank {self.rank} waited for {what!r} from {_ranks(missing)}",
@@ -264,8 +260,8 @@ class Group:
         except _LOST as e:
             raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
 
-    def _read(self, key: str) -> str:
-        """A value that may not be there yet; an empty string then."""
+    def look(self, key: str) -> str:
+        """What is under a key of the store, whoever put it there; an empty string if nothing is yet. Raises PeerError."""
         try:
             store, full = self._live(), f"{self._prefix}/{key}"
             return bytes(store.get(full)).decode() if store.check([full]) else ""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ftckpt.errors import Mismatch, Unstorable
 from ftckpt.format.dtypes import item_bytes
-from ftckpt.trainer.group import Group
+from ftckpt.trainer.group import Group, Meanwhile
 from ftckpt.trainer.naming import local_of
 
 _NO_DISPATCH = (torch.Tensor.__torch_dispatch__, nn.Parameter.__torch_dispatch__)
@@ -256,8 +256,11 @@ class Ownership:
         return name in self._apart
 
 
-def exchange(group: Group, key: str, claims: Claims) -> Ownership:
+def exchange(group: Group, key: str, claims: Claims, meanwhile: Meanwhile | None = None) -> Ownership:
     """Tell the other ranks what this one holds and learn who writes what. Once per layout.
+
+    Args:
+        meanwhile: as for ``Group.collect``.
 
     Raises:
         DeadlineExceeded: names the ranks that did not announce theirs.
@@ -267,8 +270,8 @@ def exchange(group: Group, key: str, claims: Claims) -> Ownership:
         return Ownership(group.rank, [claims])
     text = msgspec.json.encode(claims, order="deterministic")
     group.publish(f"{key}/digest", hashlib.sha256(text).digest())
-    digests = group.collect(f"{key}/digest")
+    digests = group.collect(f"{key}/digest", meanwhile=meanwhile)
     if len(set(digests)) == 1:
         return Ownership(group.rank, [claims] * group.world_size)
     group.publish(f"{key}/claims", text)
-    return Ownership(group.rank, [msgspec.json.decode(t, type=Claims) for t in group.collect(f"{key}/claims")])
+    return Ownership(group.rank, [msgspec.json.decode(t, type=Claims) for t in group.collect(f"{key}/claims", meanwhile=meanwhile)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ftckpt.trainer.joining import Joining
 from ftckpt.trainer.loaders import Loaders
 from ftckpt.trainer.loading import GenerationLoader
 from ftckpt.trainer.opening import LOG_WAIT_S, Opened
+from ftckpt.trainer.refusing import unless_refused
 from ftckpt.trainer.remembering import Remembering
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
@@ -73,6 +75,7 @@ class Rank:
         self.manager: FtManager | None = None
         self._resumer: Resumer | None = None
         self.resumed = self._closed = False
+        self._resumes = itertools.count(1)
 
     # ------------------------------------------------------------------ the replica
     @property
@@ -116,7 +119,7 @@ class Rank:
             self._remembering.let_go(self.session.client)
         if not self.reads_only:
             self.training.begin(self.replica, report)
-            self.session.prepare(self.session.full)
+            self._prepared()
             if self.session.client.arena is not None:
                 self._joining.sized(self.session.client.arena.slot_bytes)  # with room for what optimizers will hold after a step
         self.loader.restore_rng()
@@ -127,6 +130,13 @@ class Rank:
             self.session.client.note("passed-over", text)
         self.session.client.note("resumed", f"step {report.step} from {report.source} {report.location}".rstrip() + report.whence)
         self.training.tell(self.replica, force=True)
+
+    def _prepared(self) -> None:
+        """The first plan, on all ranks of the group or on none: what one of them cannot store ends the start of all."""
+        at = f"resumed/{next(self._resumes)}"
+        self.session.prepare(self.session.full, at)
+        self.group.publish(at, b"")
+        self.group.collect(at, deadline=self.settings.deadlines.load_s, meanwhile=unless_refused(self.group, at))
 
     def need_resumed(self, call: str) -> None:
         """Refuse a call that makes no sense before ``resume()``."""

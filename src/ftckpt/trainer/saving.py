@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,9 +11,11 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id
-from ftckpt.errors import DeadlineExceeded
+from ftckpt.domain.trajectory import Trajectory
+from ftckpt.errors import AgentError, DeadlineExceeded, FtckptError
 from ftckpt.format.manifest import Cursor, encode
 from ftckpt.link.client import SaveHandle as Link
+from ftckpt.link.handles import error_from, texts_of
 from ftckpt.trainer.cursor import capture_cursor
 from ftckpt.trainer.fence import Fence, HandOver, StillCopying
 from ftckpt.trainer.frozen import Frozen
@@ -50,11 +53,20 @@ class Saver:
             Unstorable: a value cannot be stored; names its key. Nothing was written.
             DeadlineExceeded: no buffer became free in time (``on_busy="wait"``).
             AgentError: the agent has gone.
+            FtckptError: of the kind that another rank of the group refused with, where this one met it waiting there.
         """
-        began = time.monotonic()
         trajectory = self._replica.trajectory
-        ordinal = next(self._ordinals)
+        attempt = attempt_id(trajectory.h, self._replica.incarnation, next(self._ordinals))
         self.last_step = trajectory.step
+        try:
+            return self._save(outcome, metrics, attempt)
+        except Exception as e:
+            if outcome.writer:
+                self._refuse(attempt, trajectory, e)
+            raise
+
+    def _save(self, outcome: Outcome, metrics: Mapping[str, float], attempt: str) -> SaveHandle:
+        began, trajectory = time.monotonic(), self._replica.trajectory
         cursor = self.cursor()
         known = self._session.client.tail
         search = partial(self._tail.search, trajectory.h, known.index - 1 if known is not None else -1)  # a quick writer was first, maybe
@@ -62,7 +74,7 @@ class Saver:
             self._session.client.cursor_at(trajectory.step, trajectory.h, cursor)
             return SaveHandle(trajectory.step, trajectory.h, None, search, self._placed)
         session = self._session
-        plan = session.prepare(session.full)
+        plan = session.prepare(session.full, f"save/{attempt}")
         slot = self._slot(trajectory.step)
         if slot is None:
             session.client.note("skipped", f"step {trajectory.step} was not saved: every buffer was busy")
@@ -72,7 +84,7 @@ class Saver:
             session.client.save,
             slot=slot,
             layout=session.layout(session.full, plan),
-            attempt=attempt_id(trajectory.h, self._replica.incarnation, ordinal),
+            attempt=attempt,
             trajectory=trajectory,
             leaves=frozen.leaves,
             cursor=cursor,
@@ -85,19 +97,37 @@ class Saver:
             metrics=dict(metrics),
             log=known.log if known else "",
         )
-        link = self._hand_over(trajectory.step, slot, frozen, fence, give)
+        link = self._hand_over(trajectory, attempt, slot, frozen, fence, give)
         handle = SaveHandle(trajectory.step, trajectory.h, link, search, self._placed)
         handle.bytes, handle.seconds = plan.table.image_bytes, time.monotonic() - began
         return handle
 
-    def _hand_over(self, step: int, slot: int, frozen: Frozen, fence: Fence, give: Callable[[], Link]) -> Link | HandOver:
+    def _refuse(self, attempt: str, trajectory: Trajectory, error: Exception) -> None:
+        """Tell the others of the group, through the agents, that this rank has no part in a save."""
+        group = self._session.group
+        if group.world_size == 1:
+            return
+        name, what, now, todo = texts_of(error)
+        if group.rank == 0:  # the others learn only what it says
+            what = f"rank 0 of {self._replica.replica} has no part in the save of step {trajectory.step}: {what}"
+        with contextlib.suppress(AgentError):  # it has gone; they wait until their deadline
+            self._session.client.refuse(attempt, trajectory, error_from(name, what, now, todo))
+
+    def _hand_over(
+        self, trajectory: Trajectory, attempt: str, slot: int, frozen: Frozen, fence: Fence, give: Callable[[], Link]
+    ) -> Link | HandOver:
         """Now, or once the fence is passed."""
         if not fence.open:
             given = give()
             frozen.release()
             return given
         client = self._session.client
-        held = HandOver(step, fence, give=give, drop=partial(client.release_slot, slot), end=frozen.release, owe=client.owe)
+
+        def owe(error: FtckptError, seen: HandOver) -> None:
+            client.owe(error, seen)
+            self._refuse(attempt, trajectory, error)
+
+        held = HandOver(trajectory.step, fence, give=give, drop=partial(client.release_slot, slot), end=frozen.release, owe=owe)
         self._session.hold(held)
         return held
 

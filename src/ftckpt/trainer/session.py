@@ -18,6 +18,7 @@ from ftckpt.trainer.fence import HandOver
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.pinning import Pinned
+from ftckpt.trainer.refusing import refuse
 from ftckpt.trainer.states import StateRegistry
 
 # Optimizers called so hold about a byte for an element, whatever the parameter's dtype.
@@ -33,7 +34,7 @@ class Session:
     """
 
     def __init__(self, client: AgentClient, registry: StateRegistry, group: Group, settings: Settings) -> None:
-        self.client, self.registry, self.settings = client, registry, settings
+        self.client, self.registry, self.group, self.settings = client, registry, group, settings
         within = settings.deadlines.capture_s
         self.full = Capturer(registry, group, capture_s=within)
         self.local = self.full if group.world_size == 1 else Capturer(registry, Group(), capture_s=within)
@@ -61,15 +62,27 @@ class Session:
         """Captures of which the agent does not know yet."""
         return int(self._held is not None and not self._held.over)
 
-    def prepare(self, capturer: Capturer) -> Plan:
+    def prepare(self, capturer: Capturer, at: str = "") -> Plan:
         """The plan for the states as they are now, with an arena that it fits in. Main thread.
 
+        Args:
+            at: names the boundary, alike on all ranks of the group, and is used once: who refuses there is not waited for.
+
         Raises:
+            FtckptError: of the kind that another rank refused with.
             Unstorable: names the key; nothing was written.
             ConfigError: the buffers do not fit into the memory that is left.
         """
         self.captured()
-        plan = capturer.prepare()
+        try:
+            return self._prepare(capturer, at)
+        except Exception as e:
+            if at:
+                refuse(self.group, at, e)
+            raise
+
+    def _prepare(self, capturer: Capturer, at: str) -> Plan:
+        plan = capturer.prepare(at)
         need = page_up(max(plan.table.image_bytes, 1))
         if self.client.arena is None or self.client.arena.slot_bytes < need:
             self._grow(need)

@@ -32,6 +32,20 @@ def sequence() -> int:
     return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())
 
 
+def refused_save(ckpt: Checkpointer, fails: list[bool], rank: int, said: dict[str, object]) -> None:
+    """Three saves, of which rank 1 cannot take part in the second."""
+    told = []
+    for failing in (False, True, False):
+        fails[0] = failing and rank == 1
+        ckpt.step()
+        try:
+            entry = ckpt.save().wait(60.0)
+            told.append(f"committed {entry.step}" if entry else "dropped")
+        except Exception as e:
+            told.append(f"{type(e).__name__}: {e}")
+    said["saves"] = told
+
+
 def main(root: Path, verb: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -51,6 +65,11 @@ def main(root: Path, verb: str) -> None:
         ckpt.register(model=model, optimizer=optimizer)
         ckpt.add("own", own, scope="replica")
         ckpt.add("stream", stream, scope="replica")
+        fails = [False]
+        if verb == "refuse-start":
+            ckpt.register(odd={"x": object() if rank else 1})
+        if verb == "refuse-save":
+            ckpt.register(odd=(lambda: 1 // (not fails[0]), print))
         if verb == "more":
             ckpt.add("another", {"n": 1}, scope="replica")
         try:
@@ -63,6 +82,8 @@ def main(root: Path, verb: str) -> None:
         except FtckptError as e:
             tell({**said, "error": type(e).__name__, "text": str(e)})
             os._exit(0)  # both ranks alike; nothing was begun
+        if verb == "refuse-save":
+            refused_save(ckpt, fails, rank, said)
         if verb == "save":
             saves = []
             for _ in range(3):

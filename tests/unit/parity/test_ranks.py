@@ -73,3 +73,17 @@ def test_own_states_of_ranks_that_are_gone_are_told_and_those_that_a_new_rank_la
     assert [r["own"]["rank"] for r in ranks] == [0, 1, -1]
     assert [r["states"]["own"] for r in ranks] == ["loaded", "loaded", "absent"]
     assert all("own" not in r["states"] and r["own"] == {"rank": -1} for r in run(folder, "three-without", nproc=3))
+
+
+@pytest.mark.covers("F62", "I11", "I14")
+def test_what_one_rank_cannot_store_is_an_error_with_its_name_on_all_at_once_and_not_a_long_wait(tmp_path):
+    (tmp_path / "root").mkdir()
+    zero, one = run(tmp_path, "refuse-start")
+    assert zero["error"] == one["error"] == "Unstorable"
+    assert one["text"].startswith("odd/x is a builtins.object")
+    assert zero["text"].startswith(f"rank 1 of this group: {one['text'].splitlines()[0]}")
+    zero, one = run(tmp_path, "refuse-save")
+    assert [zero["saves"][0], zero["saves"][2]] == [one["saves"][0], one["saves"][2]] == ["committed 1", "committed 3"]
+    assert one["saves"][1].startswith("ZeroDivisionError")
+    assert zero["saves"][1].startswith("SaveFailed: save of step 2 failed on rank 1 of ")
+    assert "ZeroDivisionError" in zero["saves"][1]

@@ -85,7 +85,7 @@ def test_a_session_registers_its_arena_for_tensors_on_cuda_and_again_when_it_gro
 
     session = Session(Link(), StateRegistry(), Group(), Settings(slots=2))
     plans = iter([plan_of(4096, "cpu"), plan_of(4096, "cuda"), plan_of(4096, "cuda"), plan_of(1 << 20, "cuda")])
-    monkeypatch.setattr(session.full, "prepare", lambda: next(plans))
+    monkeypatch.setattr(session.full, "prepare", lambda at: next(plans))
     session.prepare(session.full)
     assert runtime.held == {}
     session.prepare(session.full)

@@ -40,7 +40,7 @@ class Loader:
         time.sleep(self.takes)
         path = f"job/generations/{location}/{MANIFEST}"
         return SimpleNamespace(
-            manifest=decode(self.store.get(path), Manifest, path), report=SimpleNamespace(bytes=0), warnings=(), seconds=0.0
+            manifest=decode(self.store.get(path), Manifest, path), report=SimpleNamespace(bytes=0), warnings=(), seconds=0.0, samples=0
         )
 
     def trajectory(self, manifest: Manifest, tail: object) -> Any:
