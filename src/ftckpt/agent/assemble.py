@@ -38,6 +38,7 @@ from ftckpt.format.manifest import (
     sha256,
 )
 from ftckpt.format.shard import read_header
+from ftckpt.format.table import TensorTable
 from ftckpt.link.handles import error_from
 from ftckpt.ports import BlobReader, BlobStore, CommitLog
 
@@ -98,12 +99,15 @@ class Assemble:
         members = {*job.save.expected, *map(int, job.save.counts)}
         self._names(members)  # unknown ones are read while the receipts are waited for
         receipts = [written.receipt] if written.receipt is not None and job.config.group_world_size == 1 else self._receipts(job)
-        self._prove(job, receipts)
+        tables = self._prove(job, receipts)
         cursors = Cursors(self._store, job, self._names(members))
         poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.cursors_s)
         while not cursors.look() and poll.more():
             pass
-        leaves = written.leaves or put_leaves(self._store, job, [bytes(r.leaves) for r in receipts])
+        leaves, states = written.leaves, job.states
+        if leaves is None:
+            leaves, said = put_leaves(self._store, job, [bytes(r.leaves) for r in receipts], tables)
+            states = said or states
         save, config = job.save, job.config
         refers, log = _together(receipts), save.log or self._desk.log_uuid
         manifest = Manifest(
@@ -124,7 +128,7 @@ class Assemble:
             counts=save.counts,
             samples=save.samples,
             batches_committed=save.batches_committed,
-            states=job.states,
+            states=states,
             metrics=save.metrics,
             created=time.time(),
             software=_software(),
@@ -135,8 +139,8 @@ class Assemble:
         self._put_manifest(f"{job.directory}/{MANIFEST}", data)
         return Candidate(job=job, manifest=sha256(data), bytes=manifest.payload_bytes, participants=manifest.participants)
 
-    def _prove(self, job: Job, receipts: list[Receipt]) -> None:
-        """The shards hold every element once, by their own headers; another rank's header is as its receipt says."""
+    def _prove(self, job: Job, receipts: list[Receipt]) -> list[TensorTable]:
+        """The shards hold every element once, by their own headers; another rank's header is as its receipt says. Returns their tables."""
         tables = [("shard 0", job.table)]
         poll = Poll(self._desk, job.config.poll_s, time.monotonic() + AFTER_RECEIPTS_S)
         for shard in [r.shard for r in receipts if r.shard is not None and r.rank != 0]:
@@ -144,6 +148,7 @@ class Assemble:
             with self._opened(path, poll) as reader:
                 tables.append((f"shard {shard.rank}", read_header(reader, path, shard)[0]))
         check_cover(tables)
+        return [table for _, table in tables]
 
     def _opened(self, path: str, poll: Poll) -> BlobReader:
         """A file that was there when its receipt was written; a tier that does not answer for a moment must not cost the save."""

@@ -5,15 +5,16 @@ Whose attempt it is comes first: a directory with anything else visible in it an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 from ftckpt.agent.jobs import Job
 from ftckpt.domain.names import cursor_file
 from ftckpt.errors import StoreError
-from ftckpt.format.leaves import decode_leaves, encode_leaves
-from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, LEAVES, FileInfo, Intent, encode, sha256
-from ftckpt.format.merging import merge_leaves
+from ftckpt.format.leaves import encode_leaves
+from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, LEAVES, FileInfo, Intent, StateInfo, encode, sha256
+from ftckpt.format.merging import decode_part, merge_parts
+from ftckpt.format.table import TensorTable
 from ftckpt.ports import BlobStore
 
 
@@ -73,19 +74,29 @@ class SmallFiles:
         if job.save.cursor:
             self._store.put(f"{job.directory}/{CURSORS}/{cursor_file(config.replica, config.rank)}", job.save.cursor, if_absent=True)
         if config.group_world_size == 1:
-            self.leaves = put_leaves(self._store, job, [job.save.leaves])
+            self.leaves, _ = put_leaves(self._store, job, [job.save.leaves])
 
 
-def put_leaves(store: BlobStore, job: Job, documents: Iterable[bytes]) -> FileInfo:
+def put_leaves(
+    store: BlobStore, job: Job, documents: Iterable[bytes], tables: Sequence[TensorTable] = ()
+) -> tuple[FileInfo, dict[str, StateInfo]]:
     """Store what all ranks have of leaves as one file.
 
     Args:
         documents: of the ranks, in their order; empty where a rank has none.
+        tables: of all shards.
+
+    Returns:
+        The file, and how each state was stored by what the ranks say (empty where they say nothing).
+
+    Raises:
+        Mismatch: ranks have different values under one key.
     """
-    given = [decode_leaves(text, f"leaves of rank {rank}") for rank, text in enumerate(documents) if text not in (b"", b"{}")]
-    leaves = encode_leaves(merge_leaves(given))
+    given = {rank: decode_part(text, f"leaves of rank {rank}") for rank, text in enumerate(documents) if text not in (b"", b"{}")}
+    merged, infos = merge_parts(given, lambda: [name for t in tables for name in (*(entry.name for entry in t.tensors), *t.aliases)])
+    leaves = encode_leaves(merged)
     store.put(f"{job.directory}/{LEAVES}", leaves)
-    return FileInfo(file=LEAVES, bytes=len(leaves), sha256=sha256(leaves))
+    return FileInfo(file=LEAVES, bytes=len(leaves), sha256=sha256(leaves)), infos
 
 
 def intent_of(job: Job) -> Intent:

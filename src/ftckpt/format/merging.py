@@ -1,43 +1,197 @@
-"""Puts together what the ranks of a group have of leaves; decides nothing of what a rank writes, and reads no file."""
+"""Puts together what the ranks of a group have of leaves; decides nothing of what a rank writes, and reads no file.
+
+Of what several ranks have one is the writer. The others send a sketch of it, so that a difference is found, and a key that the
+writer has not is not lost. In a sketch a short tree stands as it is and a long one as its digest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from ftckpt.errors import Mismatch
-from ftckpt.format.leaves import exact, path_name
+import msgspec
+
+from ftckpt.errors import Damaged, Mismatch, Unstorable
+from ftckpt.format.leaves import LEAVES_VERSION, exact, path_name
+from ftckpt.format.manifest import StateInfo
+
+_SHORT = 1024  # bytes of JSON; up to this a tree is its own sketch
+_MANY = 256  # keys; of a dict with more no key is told apart
+_SHOWN = 20  # differences that a message names
+
+Step = str | int
+_Key = tuple[bytes, ...]  # a path by its encoded keys
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has and another one writes: where it is in the document, and its sketch."""
+
+    path: tuple[Step, ...]
+    sketch: Any
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank sends of leaves: what it writes, as in ``Leaves``, and of a group of several what else it has."""
+
+    version: int = LEAVES_VERSION
+    states: dict[str, Any]
+    seen: list[Seen] = []
+    infos: dict[str, StateInfo] = {}
+
+
+def encode_part(states: Mapping[str, object], seen: Iterable[tuple[tuple[Step, ...], object]], infos: Mapping[str, StateInfo]) -> bytes:
+    """A rank's document, as JSON bytes.
+
+    Args:
+        states: encoded trees that it writes.
+        seen: others that it has, each with its place in ``states``.
+        infos: how its states are stored.
+
+    Raises:
+        Unstorable: a tree was not encoded with ``encode_tree``.
+    """
+    try:
+        return msgspec.json.encode(Part(states=dict(states), seen=[Seen(path, sketch(tree)) for path, tree in seen], infos=dict(infos)))
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise Unstorable(f"the leaves are not encoded trees: {e}", now="nothing was written") from e
+
+
+def decode_part(data: bytes, where: str) -> Part:
+    """Read a rank's document.
+
+    Raises:
+        Damaged: not such a document.
+    """
+    try:
+        return msgspec.json.decode(data, type=Part)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise Damaged(f"{where} is not a readable document of leaves: {e}", todo="take another generation") from e
+
+
+def sketch(tree: object) -> object:
+    """What tells whether another encoded tree is the same, and where it is not."""
+    text = exact(tree)
+    if len(text) <= _SHORT:
+        return tree
+    pairs = _pairs_of(tree)
+    if pairs is not None and len(pairs) <= _MANY:
+        return {"$dict": [[key, sketch(value)] for key, value in pairs]}
+    return {"$same": _digest(text)}
 
 
 def merge_leaves(docs: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Put the encoded trees of several ranks together: objects by key, everything else must be the same.
+    """As ``merge_parts`` of ranks that write all that they have.
 
     Raises:
-        Mismatch: two ranks have different values under one key; names the key and the ranks' places in ``docs``.
+        Mismatch: as there.
     """
+    return merge_parts({rank: Part(states=dict(doc)) for rank, doc in enumerate(docs)})[0]
+
+
+def merge_parts(
+    parts: Mapping[int, Part], tensors: Callable[[], Collection[str]] = tuple
+) -> tuple[dict[str, object], dict[str, StateInfo]]:
+    """Put the encoded trees of several ranks together: objects by key, everything else must be the same.
+
+    Args:
+        parts: of the ranks, in their order.
+        tensors: gives the names of all tensors that were written.
+
+    Returns:
+        Trees by state, and how each state was stored.
+
+    Raises:
+        Mismatch: ranks have different values under one key; names all such keys and their ranks.
+    """
+    merger = _Merger(parts)
     merged: dict[str, object] = {}
-    for index, doc in enumerate(docs):
-        for name, tree in doc.items():
-            merged[name] = _merge(merged[name], tree, (name,), index) if name in merged else tree
-    return merged
+    for rank, part in parts.items():
+        for name, tree in part.states.items():
+            merged[name] = merger.merge(merged[name], tree, (exact(name),), rank) if name in merged else tree
+    for rank, part in parts.items():
+        for seen in part.seen:
+            merger.see(merged, seen, rank)
+    infos = merger.infos()
+    merger.raise_all(tensors)
+    return merged, infos
 
 
-def _merge(a: object, b: object, path: tuple[object, ...], index: int) -> object:
-    if (left := _pairs_of(a)) is not None and (right := _pairs_of(b)) is not None:
-        merged = {exact(key): [key, value] for key, value in left}
-        for key, value in right:
-            raw = exact(key)
-            merged[raw] = [key, _merge(merged[raw][1], value, (*path, _readable(key)), index) if raw in merged else value]
-        pairs = list(merged.values())
-        plain = "$dict" not in cast("dict[str, object]", a) and "$dict" not in cast("dict[str, object]", b)
-        return {cast(str, key): value for key, value in pairs} if plain else {"$dict": pairs}
-    if exact(a) != exact(b):
-        raise Mismatch(
-            f"{path_name(path)} differs between the ranks: document {index} of those to merge has another value than an earlier one",
-            now="the generation was not put together",
-            todo="make the value alike on all ranks, or declare the state per rank",
-        )
-    return a
+class _Merger:
+    def __init__(self, parts: Mapping[int, Part]) -> None:
+        self._parts = parts
+        self._differing: dict[_Key, list[int]] = {}
+        self._taken: list[tuple[_Key, int, object]] = []
+        self._problems: list[str] = []
+
+    def merge(self, a: object, b: object, path: _Key, rank: int) -> object:
+        """One tree with the keys of both; ``b`` is of that rank, and may be a sketch."""
+        if (left := _pairs_of(a)) is not None and (right := _pairs_of(b)) is not None:
+            merged = {exact(key): [key, value] for key, value in left}
+            for key, value in right:
+                below = exact(key)
+                if below in merged:
+                    merged[below][1] = self.merge(merged[below][1], value, (*path, below), rank)
+                else:
+                    self._taken.append(((*path, below), rank, value))
+                    merged[below] = [key, value]
+            pairs = list(merged.values())
+            plain = all(type(key) is str and key[:1] != "$" for key, _ in pairs)
+            return {cast(str, key): value for key, value in pairs} if plain else {"$dict": pairs}
+        text = exact(a)
+        if exact(b) != (exact({"$same": _digest(text)}) if type(b) is dict and "$same" in b else text):
+            self._differing.setdefault(path, []).append(rank)
+        return a
+
+    def see(self, merged: dict[str, object], seen: Seen, rank: int) -> None:
+        """Compare with what a rank has that another one writes."""
+        path = tuple(map(exact, seen.path))
+        at: Any = merged
+        for step in seen.path[:-1]:
+            at = at.setdefault(step, {}) if type(at) is dict else at[step]
+        last: Any = seen.path[-1]
+        if type(at) is dict and last not in at:
+            self._taken.append((path, rank, seen.sketch))
+            at[last] = seen.sketch
+        else:
+            at[last] = self.merge(at[last], seen.sketch, path, rank)
+
+    def infos(self) -> dict[str, StateInfo]:
+        """How each state was stored, by what all ranks say."""
+        found: dict[str, StateInfo] = {}
+        for rank, part in self._parts.items():
+            for name, info in part.infos.items():
+                known = found.setdefault(name, info)
+                if known.kind != info.kind:
+                    self._problems.append(f"{name} is a {info.kind} on rank {rank} and a {known.kind} on one before it")
+                partial, empty = known.partial or info.partial, known.empty and info.empty
+                found[name] = msgspec.structs.replace(known, partial=partial, empty=empty, note=known.note or info.note)
+        return found
+
+    def raise_all(self, tensors: Callable[[], Collection[str]]) -> None:
+        """Raise everything that does not fit at once."""
+        problems = self._problems
+        for path, ranks in self._differing.items():
+            holder = next((rank for rank, part in self._parts.items() if rank not in ranks and _there(part, path)), None)
+            of = ", ".join(map(str, ranks))
+            problems.append(
+                f"{_name(path)} differs between rank {holder} and rank(s) {of}" if holder is not None else f"{_name(path)} differs"
+            )
+        for path, rank, tree in self._taken:
+            lost = [node["$t"] for node in _tagged(tree) if "$t" in node]
+            if lost and not set(lost) <= set(tensors()):
+                problems.append(f"{_name(path)} is on rank {rank} and not on the one that writes, and holds tensors ({lost[0]})")
+            elif any("$same" in node for node in _tagged(tree)):
+                problems.append(f"{_name(path)} is on rank {rank} and not on the one that writes, and is long")
+        if problems:
+            more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise Mismatch(
+                f"ranks of the group have shared states that are not alike, in {len(problems)} places:"
+                + "".join(f"\n  {p}" for p in problems[:_SHOWN])
+                + more,
+                now="this generation was not put together; earlier ones are unchanged",
+                todo="make it alike on all ranks, register what differs under names of its own, or with scope='replica' what each rank has for itself",
+            )
 
 
 def _pairs_of(node: object) -> list[list[object]] | None:
@@ -49,5 +203,36 @@ def _pairs_of(node: object) -> list[list[object]] | None:
     return None if next(iter(node), "")[:1] == "$" else [[key, value] for key, value in node.items()]
 
 
-def _readable(key: object) -> object:
-    return key if type(key) in (str, int, bool, type(None)) else exact(key).decode()
+def _tagged(tree: object) -> Iterator[dict[str, Any]]:
+    """All nodes with a tag in an encoded tree."""
+    if type(tree) is dict:
+        if next(iter(tree), "")[:1] == "$":
+            yield tree
+        for value in tree.values():
+            yield from _tagged(value)
+    elif type(tree) is list:
+        for item in tree:
+            yield from _tagged(item)
+
+
+def _there(part: Part, path: _Key) -> bool:
+    """Whether a rank writes what is under a path."""
+    at: object = part.states
+    for step in path:
+        if type(at) is list and step.isdigit():
+            at = at[int(step)]
+            continue
+        pairs = {exact(key): value for key, value in _pairs_of(at) or []}
+        if step not in pairs:
+            return False
+        at = pairs[step]
+    return True
+
+
+def _name(path: _Key) -> str:
+    keys = [msgspec.json.decode(step) for step in path]
+    return path_name([key if type(key) in (str, int, bool, type(None)) else step.decode() for key, step in zip(keys, path, strict=True)])
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from ftckpt.domain.deadlines import Deadlines
 from ftckpt.errors import ConfigError
-from ftckpt.format.leaves import encode_leaves
 from ftckpt.format.manifest import StateInfo
+from ftckpt.format.merging import encode_part
 from ftckpt.format.plan import Spec, plan_image
 from ftckpt.trainer.collect import Static, collect_dynamic, collect_static, differing, signature
 from ftckpt.trainer.copying import Copies, SideStreams
@@ -27,8 +27,6 @@ from ftckpt.trainer.refusing import unless_refused
 from ftckpt.trainer.states import StateRegistry
 from ftckpt.trainer.trees import Trees
 from ftckpt.trainer.watching import Tensors, Watch
-
-__all__ = ["Capturer", "Frozen", "Plan"]
 
 _TARGETS = 4  # views of that many targets are kept
 
@@ -137,7 +135,7 @@ class Capturer:
                 else:
                     copies[number] = held_apart(batch, copies[number])
             if self._leaves is None:
-                self._leaves = encode_leaves(news.leaves)
+                self._leaves = encode_part(news.leaves, news.seen, news.infos)
             return Frozen(plan.layout_id, self._leaves, copies, self._pool, goal.address if goal is not None else 0)
 
     def _ask(self, static: Static) -> _News:
@@ -156,7 +154,7 @@ class Capturer:
             self._seen = Tensors([source.tensor for source in found.sources], graded=True)
         if changed:
             self._leaves = None
-        return _News(found.leaves, found.sources, found.infos, signature(found.sources, self._known) if other else None, moved)
+        return _News(found.leaves, found.seen, found.sources, found.infos, signature(found.sources, self._known) if other else None, moved)
 
     def _renew(self, plan: Plan, news: _News) -> None:
         """Let a plan that still fits take the tensors that were given this time."""
@@ -294,6 +292,7 @@ class _News(NamedTuple):
     """What was asked for, ``signature`` only where tensors are others; ``moved``: some are the same with other memory."""
 
     leaves: dict[str, Any]
+    seen: list[tuple[tuple[str | int, ...], object]]
     sources: list[Source]
     infos: dict[str, StateInfo]
     signature: list[tuple[object, ...]] | None

@@ -62,7 +62,8 @@ class Static(NamedTuple):
 class Dynamic(NamedTuple):
     """What has to be asked for at each save: encoded leaves of this rank (good until the next round), and the tensors in them.
 
-    ``trees`` tells what changed since the round before; ``mine`` whether this rank writes a claim.
+    ``trees`` tells what changed since the round before; ``mine`` whether this rank writes a claim. ``seen``: encoded leaves that another
+    rank writes, with their place in the document.
     """
 
     leaves: dict[str, Any]
@@ -70,6 +71,17 @@ class Dynamic(NamedTuple):
     infos: dict[str, StateInfo]
     trees: Trees
     mine: Callable[[str], bool]
+    seen: list[tuple[tuple[str | int, ...], object]]
+
+    def put(self, claim: str, doc: object, *path: str) -> None:
+        """Take up an encoded value under its place in the document, if it is there for this rank to write."""
+        if not self.mine(claim):
+            self.seen.append((path, doc))
+            return
+        at = self.leaves
+        for step in path[:-1]:
+            at = at.setdefault(step, {})
+        at[path[-1]] = doc
 
     def encode(self, value: object, prefix: str, claim: str) -> object:
         """A value's encoded form; its tensors are taken up."""
@@ -184,7 +196,7 @@ def collect_dynamic(static: Static, mine: Callable[[str], bool], trees: Trees) -
         Unstorable: a value cannot be stored faithfully; names its key.
     """
     trees.begin()
-    found = Dynamic({}, [], dict(static.infos), trees, mine)
+    found = Dynamic({}, [], dict(static.infos), trees, mine, [])
     for state in static.asked:
         _ask_module(found, state)
     for state in static.states:
@@ -193,15 +205,12 @@ def collect_dynamic(static: Static, mine: Callable[[str], bool], trees: Trees) -
         elif state.kind == "tree":
             value = state.value()
             doc = found.encode(value, state.name, state.name)
-            if mine(state.name):
-                found.leaves[state.name] = doc
+            found.put(state.name, doc, state.name)
             found.infos[state.name] = StateInfo(kind="tree", empty=value is None or (isinstance(value, dict) and not value))
     for loose in static.loose:
         value = loose.optimizer.state[loose.parameter][loose.key]
         doc = found.encode(value, state_key(loose.state, loose.fqn, loose.key), loose.claim)
-        if mine(loose.claim):
-            by_key = found.leaves.setdefault(loose.state, {}).setdefault("state", {}).setdefault(loose.fqn, {})
-            by_key[step_name(loose.key)] = doc
+        found.put(loose.claim, doc, loose.state, "state", loose.fqn, step_name(loose.key))
     trees.end()
     return found
 
@@ -216,8 +225,7 @@ def _ask_module(found: Dynamic, state: State) -> None:
             name = f"{state.name}/{clean_key(path)}"
             if not isinstance(value, torch.Tensor):
                 doc = found.encode(value, name, name)
-                if found.mine(name):
-                    found.leaves.setdefault(state.name, {})[clean_key(path)] = doc
+                found.put(name, doc, state.name, clean_key(path))
             elif id(value) not in known and memory_key(value) not in memory and (isinstance(value, DTensor) or found.mine(name)):
                 check_storable(value, name)
                 found.sources.append(Source(name, value, True, name))
@@ -235,9 +243,12 @@ def _ask_optimizer(found: Dynamic, static: Static, state: State) -> None:
     own = found.leaves.setdefault(state.name, {})
     if found.mine(claim):
         own["groups"] = {digest: docs}
+    else:  # names and shapes were compared when the ranks agreed on who writes
+        found.seen.extend(((state.name, "groups", digest, index, "options"), doc["options"]) for index, doc in enumerate(docs))
     loose = [loose_state(part) for part in state.parts]
-    if any(loose) and found.mine(f"{state.name}/loose"):
-        own["loose"] = found.encode(loose, f"{state.name}/loose", f"{state.name}/loose")
+    if any(loose):
+        place = f"{state.name}/loose"
+        found.put(place, found.encode(loose, place, place), state.name, "loose")
 
 
 def signature(sources: Sequence[Source], known: Mapping[object, str]) -> list[tuple[object, ...]]:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ftckpt.errors import DeadlineExceeded, Mismatch
-from ftckpt.format.leaves import decode_leaves
-from ftckpt.format.merging import merge_leaves
+from ftckpt.format.merging import decode_part, merge_parts
 from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.layout import Claim, Ownership, _runs
@@ -31,14 +30,15 @@ def save_together(builds, deadline=10.0):
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
         with Group(rank, len(builds), store, deadline) as group:
             plan, leaves, memory = take(Capturer(registry(**builds[rank]), group))
-            return plan, decode_leaves(leaves, f"rank {rank}"), memory
+            return plan, decode_part(leaves, f"rank {rank}"), memory
 
     with ThreadPoolExecutor(len(builds)) as pool:
         parts = list(pool.map(one, range(len(builds))))
     tables = [plan.table for plan, _, _ in parts]
     names = [n for t in tables for n in (*(e.name for e in t.tensors), *t.aliases)]
     assert len(names) == len(set(names)), "a name is written twice"
-    return Saved([image_of(p.table, m) for p, _, m in parts], merge_leaves([leaves for _, leaves, _ in parts]), parts[0][0].states), names
+    leaves, states = merge_parts({rank: part for rank, (_, part, _) in enumerate(parts)}, lambda: names)
+    return Saved([image_of(p.table, m) for p, _, m in parts], leaves, states or parts[0][0].states), names
 
 
 def net(seed):
@@ -55,7 +55,7 @@ def stepped(module):
 
 def test_replicated_ranks_share_the_writing_and_the_lowest_writes_buffers_and_trees():
     models = [net(1) for _ in range(3)]
-    builds = [{"model": m, "optimizer": stepped(m), "tree": {"n": r, "t": torch.ones(2)}} for r, m in enumerate(models)]
+    builds = [{"model": m, "optimizer": stepped(m), "tree": {"n": 0, "t": torch.ones(2)}} for m in models]
     saved, names = save_together(builds)
     assert len(names) == 6 + 3 + 6 * 3 + 1  # parameters, buffers, three values of state per parameter, the tree's tensor
     assert all(image.table.tensors for image in saved.images)
@@ -84,6 +84,70 @@ def test_stages_of_a_pipeline_on_different_ranks_become_one_state():
     assert same_nested(dict(fresh.state_dict()), {**stages[0].state_dict(), **stages[1].state_dict()})
     assert opt.param_groups[0]["weight_decay"] == 0.3
     assert same_nested(opt.state[fresh[2].weight], dict(opts[1].state[stages[1]["2"].weight]))
+
+
+class Noted(nn.Linear):
+    """A layer with a value beside its tensors."""
+
+    note = "x"
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def unlike(**of_ranks):
+    """What two or three ranks with shared states of these values save together; those not given are alike."""
+    builds = []
+    for rank in range(len(next(iter(of_ranks.values())))):
+        values = {name: given[rank] for name, given in of_ranks.items()}
+        torch.manual_seed(0)
+        model = Noted(2, 2)
+        model.note = values.get("note", "x")
+        opt = torch.optim.SGD(model.parameters(), lr=values.get("lr", 0.1))
+        opt.state[model.weight] = {"count": values.get("count", 1)}
+        opt.state["all"] = values.get("all", 1)
+        builds.append({"model": model, "opt": opt, "d": {"in": values.get("d", 1)}, **values.get("more", {})})
+    return save_together(builds)[0]
+
+
+LONG = list(range(1000))
+
+
+@pytest.mark.covers("F43", "I5", "I14")
+@pytest.mark.parametrize(
+    ("of_ranks", "says"),
+    [({"d": [1, 1, 2]}, r"d/in differs between rank 0 and rank\(s\) 2$"), ({"d": [{"a": 1}, {"a": 2}, {"a": 3}]}, r"d/in/a differs between rank 0 and rank\(s\) 1, 2$"),
+     ({"d": [LONG, [*LONG, 1]]}, "d/in differs between rank 0"), ({"d": [{"x": LONG, "y": 1}, {"x": LONG[1:], "y": 1}]}, "d/in/x differs"),
+     ({"d": [{str(n): n for n in range(900)}, {str(n): n for n in range(1, 900)}]}, "d/in differs"), ({"d": [1, 1.0]}, "d/in differs"),
+     ({"lr": [0.1, 0.2]}, r"opt/groups/\w{8}/~i0/options/lr differs between rank 0 and rank\(s\) 1$"), ({"note": ["x", "y"]}, "model/_extra_state/note differs"),
+     ({"count": [1, 2]}, r"opt/state/weight/count differs between rank \d and rank\(s\) \d$"), ({"all": [1, 2]}, "opt/loose differs between rank 0"),
+     ({"d": [{}, {"t": torch.ones(1)}]}, r"d/in/t is on rank 1 and not on the one that writes, and holds tensors \(d/in/t\)$"),
+     ({"d": [{}, {"t": LONG}]}, "d/in/t is on rank 1 and not on the one that writes, and is long$")],
+    ids=range(12),
+)  # fmt: skip
+def test_a_shared_value_that_is_not_alike_on_all_ranks_is_refused_with_its_key_and_the_ranks(of_ranks, says):
+    with pytest.raises(Mismatch, match=f"(?m)  (?:{says})"):
+        unlike(**of_ranks)
+
+
+@pytest.mark.covers("F43")
+def test_keys_that_only_some_ranks_have_are_put_together_and_alike_ranks_are_taken_as_they_are():
+    value = {"same": LONG, "deep": {str(n): LONG for n in range(3)}, (1, 2): 5, "t": torch.ones(2)}
+    saved = unlike(d=[dict(value, a=1), dict(value, b={"c": 2.5}), dict(value, a=1, **{"$d": 3})])
+    live = {}
+    saved.load(registry(d=live), only=["d"])
+    assert same_nested(live["in"], {**value, "a": 1, "b": {"c": 2.5}, "$d": 3})
+
+
+def test_a_state_that_only_one_rank_has_is_stored_with_its_kind():
+    saved = unlike(more=[{}, {"mine": {"n": 7}, "net": nn.Linear(1, 1)}])
+    live = {"n": 0}
+    report = saved.load(registry(mine=live, net=nn.Linear(1, 1)))
+    assert live == {"n": 7}
+    assert report.states["net"].loaded == 2
 
 
 def test_a_weight_tied_on_one_rank_only_is_stored_under_both_names():
