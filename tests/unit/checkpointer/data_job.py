@@ -58,7 +58,11 @@ class Stream:
 def make_loader(a: argparse.Namespace, replica: int) -> Any:
     if a.loader == "elastic":
         sampler = ElasticSampler(
-            a.samples, seed=3 + (replica == a.odd), epochs=a.epochs, micro_batch=a.micro, **{"global_batch" if a.batch_all else "batch_size": a.batch}
+            a.samples,
+            seed=3 + (replica == a.odd),
+            epochs=a.epochs,
+            micro_batch=a.micro,
+            **{"global_batch" if a.batch_all else "batch_size": a.batch},
         )
         return ElasticLoader(Numbers(0, 1, a.samples), sampler, num_workers=a.workers, **({"prefetch_factor": 4} if a.workers else {}))
     if a.loader == "stream":
