@@ -15,8 +15,9 @@ from ftckpt.format.leaves import decode_leaves, encode_leaves
 from ftckpt.format.manifest import StateInfo
 from ftckpt.format.table import TensorTable
 from ftckpt.shm.mapping import Mapping
-from ftckpt.trainer.capture import Frozen, Plan
 from ftckpt.trainer.fence import StillCopying
+from ftckpt.trainer.frozen import Frozen
+from ftckpt.trainer.image_plan import Plan
 from ftckpt.trainer.inline import decode_value, encode_value
 from ftckpt.trainer.landing import Landed, landing
 from ftckpt.trainer.peers import Peers

@@ -13,9 +13,10 @@ from ftckpt.errors import DeadlineExceeded
 from ftckpt.format.table import page_up
 from ftckpt.link.arena import Arena
 from ftckpt.link.client import AgentClient
-from ftckpt.trainer.capture import Capturer, Plan
+from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.fence import HandOver
 from ftckpt.trainer.group import Group
+from ftckpt.trainer.image_plan import Plan
 from ftckpt.trainer.naming import local_of
 from ftckpt.trainer.pinning import Pinned
 from ftckpt.trainer.refusing import refuse
