@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ftckpt.errors import Damaged, Mismatch, Unstorable
 from ftckpt.format.leaves import decode_tree
 from ftckpt.trainer.layout import USUAL, check_storable, dtype_name
-from ftckpt.trainer.naming import decode_torch, local_of
+from ftckpt.trainer.naming import decode_torch, local_of, memory_key
 from ftckpt.trainer.overlaps import Late, read_local, single
 from ftckpt.trainer.reading import Sink, lacking, read_whole
 from ftckpt.trainer.report import StateReport, Strictness
@@ -51,7 +51,7 @@ class Part:
         self.problems: list[str] = []
         self.remedies: set[str] = set()
         self._owners = owners
-        self._decoded: dict[tuple[str, bool, bool, bool], torch.Tensor] = {}
+        self._decoded: dict[tuple[str, bool], dict[tuple[bool, bool], torch.Tensor]] = {}  # by kind
 
     def problem(self, text: str) -> None:
         """Something that does not fit, whatever the strictness."""
@@ -190,35 +190,46 @@ class Part:
         if stored is None:
             raise Damaged(f"{name} is in none of the shards", now="nothing was changed", todo="take another generation")
         parameter, grad = "parameter" in node, bool(node.get("grad"))
-        known = self._decoded.get((stored.name, parameter, grad, eager))
-        if known is not None:
-            return known
-        live = template.get(name)
-        fits = live is not None and live.dtype == stored.dtype and tuple(live.shape) == stored.shape and not live.is_meta
-        if (
-            in_place
-            and live is not None
-            and fits
-            and isinstance(live, nn.Parameter) == parameter
-            and _writable(live)
-            and (live.is_leaf or grad)
-        ):
-            tensor = live
-        elif live is not None and fits and isinstance(live, DTensor):
+        known = self._decoded.setdefault((stored.name, eager), {})
+        live = _like(template.get(name), stored)
+        place = live if in_place and live is not None and _fillable(live, parameter, grad) else None
+        if known:
+            if (parameter, grad) not in known:
+                first = next(iter(known.values()))
+                known[parameter, grad] = place if place is not None and memory_key(place) == memory_key(first) else _again(node, first)
+            return known[parameter, grad]
+        if place is not None:
+            tensor = place
+        elif isinstance(live, DTensor):
             tensor = torch.empty_like(live.detach())
         else:
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=live.device if fits and live is not None else None)
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=None if live is None else live.device)
         if eager:
             tensor.copy_(read_whole(self.index, stored))
         else:
             self.sink(name.removeprefix(f"{self.source}/"), stored, tensor)
             self.report.loaded += 1
-        if tensor is not live:
+        if place is None:
             tensor = nn.Parameter(tensor, requires_grad=grad) if parameter else tensor.requires_grad_(grad)
-        elif live.requires_grad != grad:
-            self.finals.append(partial(live.requires_grad_, grad))
-        self._decoded[stored.name, parameter, grad, eager] = tensor
+        elif place.requires_grad != grad:
+            self.finals.append(partial(place.requires_grad_, grad))
+        known[parameter, grad] = tensor
         return tensor
+
+
+def _like(live: torch.Tensor | None, stored: Stored) -> torch.Tensor | None:
+    """A live tensor that is of the kind, dtype and shape of a stored one."""
+    try:
+        if live is not None:
+            check_storable(live, stored.name)
+    except Unstorable:
+        return None
+    return live if live is not None and (live.dtype, live.shape) == (stored.dtype, stored.shape) else None
+
+
+def _fillable(live: torch.Tensor, parameter: bool, grad: bool) -> bool:
+    """Whether a live tensor itself can become one that is, or is no, parameter and that does, or does not, need a gradient."""
+    return isinstance(live, nn.Parameter) == parameter and _writable(live) and (live.is_leaf or grad)
 
 
 def _again(node: Mapping[str, Any], owner: torch.Tensor) -> torch.Tensor:

@@ -198,6 +198,35 @@ def test_whether_a_live_tensor_needs_a_gradient_is_as_it_was_stored():
 
 
 @pytest.mark.covers("F41", "I5")
+def test_a_parameter_and_its_data_in_one_tree_share_memory_again():
+    p = nn.Parameter(torch.ones(2))
+    value = {"p": p, "data": p.data, "same": p, "grad": p.data.requires_grad_()}
+    live_p = nn.Parameter(torch.zeros(2))
+    for live in (None, {"p": live_p, "data": live_p.data}, {"p": nn.Parameter(torch.zeros(2)), "data": torch.zeros(2)}):
+        was = dict(live or {})
+        found = held(value) if live is None else live
+        if live is not None:
+            save({"d": value}).load(registry(d=live))
+        assert type(found["p"]) is nn.Parameter
+        assert found["same"] is found["p"]
+        assert type(found["data"]) is torch.Tensor
+        assert {t.data_ptr() for t in found.values()} == {found["p"].data_ptr()}
+        assert [t.requires_grad for t in found.values()] == [True, False, True, True]
+        assert same(found["data"], torch.ones(2))
+        assert live is None or found["p"] is was["p"]
+
+
+@pytest.mark.covers("F40", "B5")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("live", [lambda: torch.nested.nested_tensor([torch.ones(2)]), lambda: torch.ones(2).to_mkldnn(), lambda: torch.ones(2).to_sparse(),
+                                  lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), lambda: torch.ones(2, device="meta")])  # fmt: skip
+def test_a_live_value_of_a_kind_that_cannot_be_filled_is_replaced_in_a_tree(live):
+    tree = {"t": live()}
+    save({"d": {"t": torch.full((2,), 3.0)}}).load(registry(d=tree))
+    assert same(tree["t"], torch.full((2,), 3.0))
+
+
+@pytest.mark.covers("F41", "I5")
 def test_optimizer_state_that_is_a_parameter_or_shares_its_memory_does_so_again():
     def mine(fill):
         model = nn.Linear(2, 2)
