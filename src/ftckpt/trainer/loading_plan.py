@@ -146,7 +146,7 @@ class Part:
             self.put(key, local.detach(), read_local(self.index, sink))
 
     def _can_cast(self, key: str, live: torch.dtype, stored: torch.dtype) -> bool:
-        if not self.cast:
+        if not self.cast or (stored.is_complex and not live.is_complex):  # an imaginary part is no matter of precision
             return False
         try:
             torch.empty(1, dtype=live).copy_(torch.empty(1, dtype=stored))

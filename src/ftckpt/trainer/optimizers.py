@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ftckpt.format.leaves import path_name
 from ftckpt.trainer.loading_plan import Part
-from ftckpt.trainer.naming import Parameter, key_of, memory_key, optimizer_groups, optimizer_parameters, step_name
+from ftckpt.trainer.naming import Parameter, key_of, loose_state, memory_key, optimizer_groups, optimizer_parameters, step_name
 from ftckpt.trainer.states import State
 from ftckpt.trainer.stored import Stored
 
@@ -172,13 +172,14 @@ class OptimizerPart:
 
     def _plan_loose(self) -> None:
         node = self._doc.get("loose")
-        if node is None:
-            return
-        values: Any = self._part.decode(node)
-        if len(values) != len(self._state.parts):
+        values: Any = [] if node is None else self._part.decode(node, owned=True)
+        if values and len(values) != len(self._state.parts):
             self._part.problem(f"state of {len(values)} optimizers is stored, here are {len(self._state.parts)}")
             return
-        for optimizer, value in zip(self._state.parts, values, strict=True):
+        for number, optimizer in enumerate(self._state.parts):
+            value = values[number] if values else {}
+            for key in loose_state(optimizer).keys() - value.keys():
+                self._part.missing(f"loose/{step_name(key)}")
             self._part.finals.append(partial(optimizer.state.update, value))
 
 

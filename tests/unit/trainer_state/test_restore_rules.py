@@ -72,6 +72,33 @@ def test_cast_converts_and_says_so():
     assert same(back.weight, two.weight.float())
 
 
+def test_a_cast_does_not_drop_imaginary_parts():
+    one, two = (nn.ParameterDict({"weight": torch.randn(3, dtype=dtype)}) for dtype in (torch.complex64, torch.float32))
+    before = copy.deepcopy(two.state_dict())
+    with pytest.raises(Mismatch, match=r"(?m)weight is float32, stored is complex64$"):
+        save({"model": one}).load(registry(model=two), strict="cast")
+    assert same_nested(before, two.state_dict())
+    save({"model": two}).load(registry(model=one), strict="cast")
+    assert same(one["weight"], two["weight"].to(torch.complex64))
+
+
+@pytest.mark.covers("D6", "B5")
+def test_live_state_of_an_optimizer_as_a_whole_that_is_not_stored_is_told():
+    def build(**loose):
+        model = nn.Linear(2, 2)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        opt.state.update(loose)
+        return {"model": model, "opt": opt}
+
+    live = build(count=1, other=2)
+    for stored in (build(), build(count=5)):
+        with pytest.raises(Mismatch, match="opt/loose/other is missing in what was stored"):
+            save(stored).load(registry(**live))
+    report = save(build(count=5, new=torch.ones(1))).load(registry(**live), strict="lenient").states["opt"]
+    assert report.missing == ["loose/other"]
+    assert (live["opt"].state["count"], live["opt"].state["other"], live["opt"].state["new"].item()) == (5, 2, 1.0)
+
+
 @pytest.mark.covers("C10", "C6", "D12")
 def test_an_optimizer_that_does_not_fit_can_stay_fresh_and_steps():
     saved = save(dict(zip(("model", "optimizer"), trained(m := nn.Linear(3, 3), torch.optim.AdamW(m.parameters())), strict=True)))
