@@ -16,6 +16,7 @@ from ftckpt.domain.policy import Never, Policy
 from ftckpt.errors import ConfigError
 from ftckpt.trainer import exiting
 from ftckpt.trainer.events import E
+from ftckpt.trainer.given import Given
 from ftckpt.trainer.loaders import is_loader
 from ftckpt.trainer.loading import LoadOptions
 from ftckpt.trainer.looping import LoopCalls
@@ -230,6 +231,9 @@ class Checkpointer(LoopCalls):
         if data not in get_args(Redistribution):
             known = ", ".join(map(repr, get_args(Redistribution)))
             raise ConfigError(f"resume(data={data!r}) is not known", now="nothing was loaded", todo=f"use one of {known}")
+        given = Given()
+        given.names("replicas", replicas)
+        given.refuse(now="nothing was loaded")
         options = LoadOptions(
             only=[s.name for s in self.registry if s.kind == "module"] if what == "weights" else None,
             exclude=exclude,
