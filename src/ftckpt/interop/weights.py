@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -9,15 +10,18 @@ from typing import NamedTuple, Protocol, Self
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import Mismatch
 from ftckpt.interop.adapter import Adapter
 from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
-from ftckpt.trainer.loading_plan import CAST, LENIENT, raise_all
+from ftckpt.trainer.loading_plan import CAST, LENIENT, castable, raise_all
 from ftckpt.trainer.modules import EXTRA, give_values
 from ftckpt.trainer.naming import Live, local_of, memory_key, scan_module
+from ftckpt.trainer.overlaps import Late, settle, single
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.states import StateRegistry
+from ftckpt.trainer.stored import Index
 
 
 class Kind(NamedTuple):
@@ -79,8 +83,9 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
             continue
         memory.add(memory_key(live.tensor))
         wrong = _misfit(live, there[parts[0]], strict, report) if type(adapter).join is Adapter.join else []
-        if not wrong and live.role != "computed" and (why := unwritable(live.tensor)):
-            wrong = [f"{key} {why}"]
+        if not wrong and live.role != "computed":
+            why = unwritable(live.tensor) if isinstance(live.tensor, DTensor) else _without_memory(live.tensor)
+            wrong = [f"{key} {why}"] if why else []
         problems += wrong
         fills.append(_Fill(live, parts))
     report.missing += [key for key, live, _ in absent if memory_key(live.tensor) not in memory]
@@ -91,10 +96,11 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
         problems += [f"{key} is missing in the files{_named(key, gone[key])}" for key in report.missing]
         problems += [f"{name} is in the files but unexpected here" for name in report.unexpected]
     raise_all(problems, (CAST, LENIENT))
+    read = _read_before(fills, weights, adapter, strict, report)
     given: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for done, (live, parts) in enumerate(fills):
-            value = adapter.join(live.key, [weights.read(part) for part in parts])
+            value = read[done] if done in read else adapter.join(live.key, [weights.read(part) for part in parts])
             late = _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report)
             if late:
                 raise Mismatch(
@@ -102,6 +108,9 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
                 )
             if live.role == "computed":
                 given[live.key] = value.clone()
+            elif done in read:
+                one, values = single(live.tensor.detach(), value)
+                one.copy_(values)
             else:
                 _copy(live.tensor, value, live.key)
             report.loaded += 1
@@ -111,15 +120,35 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
     return report
 
 
+def _read_before(
+    fills: list[_Fill], weights: Weights, adapter: Adapter, strict: Strictness, report: StateReport
+) -> dict[int, torch.Tensor]:
+    """Values of those, by number, that share memory with each other or in themselves (tied or expanded tensors), which must agree on it.
+
+    Raises:
+        Mismatch: they do not; nothing was changed.
+    """
+    plain = {n: f.live for n, f in enumerate(fills) if f.live.role != "computed" and not isinstance(f.live.tensor, DTensor)}
+    storages = Counter(live.tensor.untyped_storage().data_ptr() for live in plain.values() if live.tensor.numel())
+    found: dict[int, torch.Tensor] = {}
+    late: list[Late] = []
+    problems: list[str] = []
+    for number, live in plain.items():
+        if live.tensor.numel() and (storages[live.tensor.untyped_storage().data_ptr()] > 1 or unwritable(live.tensor)):
+            value = adapter.join(live.key, [weights.read(part) for part in fills[number].parts])
+            problems += (wrong := _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report))
+            if not wrong:
+                found[number] = value
+                late.append(Late(live.key, live.tensor.detach(), value))
+    raise_all(problems + settle(Index(()), (), late)[1], (CAST,))
+    return found
+
+
 def unwritable(tensor: torch.Tensor) -> str:
-    """Why values cannot be put into a live tensor; "" if they can."""
-    if is_lazy(tensor):
-        return "is not initialised yet (a lazy module)"
+    """Why values cannot be put into a live tensor as they are; "" if they can."""
+    if why := _without_memory(tensor):
+        return why
     local = local_of(tensor)
-    if local.is_meta:
-        return "is on the meta device"
-    if local.layout is not torch.strided or local.is_nested or local.is_quantized:
-        return f"is a {'nested' if local.is_nested else local.dtype if local.is_quantized else local.layout} tensor"
     reach = 0  # of the dimensions with smaller steps
     for step, size in sorted((step, size) for step, size in zip(local.stride(), local.shape, strict=True) if size > 1):
         if step <= reach and local.numel():
@@ -128,12 +157,16 @@ def unwritable(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _castable(live: torch.dtype, stored: torch.dtype) -> bool:
-    try:
-        torch.empty(1, dtype=live).copy_(torch.empty(1, dtype=stored))
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+def _without_memory(tensor: torch.Tensor) -> str:
+    """Why a live tensor has no memory to be filled; "" if it has."""
+    if is_lazy(tensor):
+        return "is not initialised yet (a lazy module)"
+    local = local_of(tensor)
+    if local.is_meta:
+        return "is on the meta device"
+    if local.layout is not torch.strided or local.is_nested or local.is_quantized:
+        return f"is a {'nested' if local.is_nested else local.dtype if local.is_quantized else local.layout} tensor"
+    return ""
 
 
 def _inside(name: str, extras: Collection[str]) -> bool:
@@ -155,8 +188,8 @@ def _misfit(live: Live, kind: Kind, strict: Strictness, report: StateReport) -> 
         return []
     if "cast" not in strict:
         return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} (strict='cast' would convert)"]
-    if not _castable(tensor.dtype, kind.dtype):
-        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)}, which torch does not convert"]
+    if not castable(tensor.dtype, kind.dtype):
+        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)}, which is not converted"]
     report.cast.append(key)
     return []
 

@@ -146,11 +146,7 @@ class Part:
             self.put(key, local.detach(), read_local(self.index, sink))
 
     def _can_cast(self, key: str, live: torch.dtype, stored: torch.dtype) -> bool:
-        if not self.cast or (stored.is_complex and not live.is_complex):  # an imaginary part is no matter of precision
-            return False
-        try:
-            torch.empty(1, dtype=live).copy_(torch.empty(1, dtype=stored))
-        except (RuntimeError, NotImplementedError):
+        if not self.cast or not castable(live, stored):
             return False
         self.report.cast.append(key)
         return True
@@ -243,6 +239,17 @@ def _again(node: Mapping[str, Any], owner: torch.Tensor) -> torch.Tensor:
 def _writable(tensor: torch.Tensor) -> bool:
     local = local_of(tensor)
     return not any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
+
+
+def castable(live: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether values of one dtype are converted into another: as torch does it, but for an imaginary part, which is no matter of precision."""
+    if stored.is_complex and not live.is_complex:
+        return False
+    try:
+        torch.empty(1, dtype=live).copy_(torch.empty(1, dtype=stored))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def raise_all(problems: list[str], remedies: Collection[str] = (), limit: int = 100) -> None:

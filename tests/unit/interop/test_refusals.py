@@ -20,6 +20,7 @@ from ftckpt.interop.adapter import Adapter
 from ftckpt.interop.dcp import FtckptReader, export_dcp
 from ftckpt.interop.dcp_files import DcpWeights
 from ftckpt.interop.huggingface import SafetensorsWeights, export_adapted
+from ftckpt.interop.torchfile import TorchFileWeights
 from ftckpt.interop.weights import fill
 
 
@@ -172,6 +173,42 @@ def test_a_live_tensor_that_cannot_be_written_is_refused_before_others_are_chang
     assert torch.equal(model.layer.weight, before)
 
 
+class Tied(nn.Module):
+    def __init__(self, apart=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        if not apart:
+            self.b.weight = self.a.weight
+        self.register_buffer("c", torch.zeros(1).expand(3) if not apart else torch.zeros(3))
+        self.register_buffer("d", torch.zeros(4, dtype=torch.complex64))
+
+
+@pytest.mark.covers("A9", "F42", "C4")
+def test_memory_that_several_tensors_of_a_file_would_fill_takes_what_they_agree_on_and_nothing_else(tmp_path):
+    given = Tied(apart=True)
+    given.c.fill_(3.0)
+    model = Tied()
+    for differs, fits in ((True, False), (False, True)):
+        given.b.weight.data.copy_(given.a.weight.data + differs)
+        save_file({k: v.real.contiguous() if k == "d" else v for k, v in given.state_dict().items()}, tmp_path / "w.safetensors")
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        with SafetensorsWeights(tmp_path / "w.safetensors") as weights:
+            if fits:
+                fill(model, weights, strict="cast")
+                continue
+            with pytest.raises(errors.Mismatch, match=r"b.weight shares memory here with a.weight"):
+                fill(model, weights, strict="cast")
+        assert equal(model.state_dict(), before)
+    assert torch.equal(model.a.weight, given.a.weight)
+    assert model.c.tolist() == [3.0] * 3
+    given.d.fill_(1j)
+    torch.save({**given.state_dict(), "d": given.d}, tmp_path / "w.pt")
+    real = Tied()
+    real.d = torch.zeros(4)
+    with TorchFileWeights(tmp_path / "w.pt") as weights, pytest.raises(errors.Mismatch, match="d is float32, in the files it is complex64"):
+        fill(real, weights, strict="cast")
+
+
 @pytest.mark.covers("B17", "F42")
 def test_dcp_fills_conjugated_and_negated_views_and_refuses_expanded_ones_before_others_are_changed(tmp_path):
     stored = {"c": torch.tensor([1 + 2j, 3 - 4j]), "n": torch.tensor([5.0, 6.0]), "e": torch.ones(3)}
@@ -200,7 +237,7 @@ def test_a_cast_that_torch_does_not_do_is_refused(tmp_path):
     )
     model = Odd(torch.float4_e2m1fn_x2)
     before = model.layer.weight.detach().clone()
-    with SafetensorsWeights(tmp_path / "w.safetensors") as weights, pytest.raises(errors.Mismatch, match="which torch does not convert"):
+    with SafetensorsWeights(tmp_path / "w.safetensors") as weights, pytest.raises(errors.Mismatch, match="which is not converted"):
         fill(model, weights, strict="cast")
     assert torch.equal(model.layer.weight, before)
 
