@@ -58,7 +58,7 @@ class ElasticLoader:
         if options.get("in_order") is False:
             raise ConfigError("ElasticLoader(in_order=False) is not possible: a batch is known by when it comes", todo="leave in_order out")
         self.sampler, self._placed = sampler, ranks is not None
-        options.setdefault("generator", torch.Generator().manual_seed(sampler.seed))  # leaves the global stream alone
+        options.setdefault("generator", torch.Generator().manual_seed(sampler.seed & ((1 << 63) - 1)))  # leaves the global stream alone
         self._ahead = _Ahead(sampler, ranks or 1, own or 0)
         self._batches = DataLoader(dataset, batch_sampler=self._ahead, **options)
         self._fetching: Iterator[Any] | None = None

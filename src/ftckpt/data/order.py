@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from ftckpt.data.whole import number_of
 from ftckpt.errors import DataError
 
 Order = dict[str, Any]
@@ -45,7 +46,7 @@ def order_of(loader: object) -> Order:
         name = type(part).__name__
         if part is not loader and name != "BatchSampler":
             found["batch_sampler" if part is batches else "sampler"] = name
-        found |= {key: value for key in _SETTINGS if isinstance(value := getattr(part, key, None), int | str)}
+        found |= {key: value for key in _SETTINGS if (value := _plain(getattr(part, key, None))) is not None}
     if sampler is not None and not iterable and (taken := _length(sampler)) is not None and taken != length:
         found["samples_per_epoch"] = taken
     return found
@@ -53,7 +54,7 @@ def order_of(loader: object) -> Order:
 
 def shared_order(*, length: int, shuffle: bool, seed: int) -> Order:
     """That of a shared order. Its position counts samples, so that sizes of batches, members and epochs may change."""
-    return {"kind": SHARED, "length": length, "shuffle": shuffle, **({"seed": seed} if shuffle else {})}
+    return {"kind": SHARED, "length": length, "shuffle": shuffle, **({"seed": _plain(seed)} if shuffle else {})}
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -94,6 +95,14 @@ def _kind(loader: object) -> str:
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return "loader with state_dict"
     return "iterator" if isinstance(loader, Iterator) else "iterable"
+
+
+def _plain(value: object) -> str | int | None:
+    """A setting as it is stored: whole numbers of any type, those of more than 64 bits as text; None for what is no setting."""
+    if isinstance(value, str | bool):
+        return value
+    number = number_of(value)
+    return number if number is None or abs(number) < 1 << 63 else str(number)
 
 
 def _length(data: Any) -> int | None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from typing import Any
 
 from ftckpt.errors import ConfigError
+
+
+def number_of(value: Any) -> int | None:
+    """A whole number of any type as an int; None for what is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def whole(owner: str, name: str, value: object, least: int | None = 0, below: int | None = None) -> int:
@@ -19,7 +27,7 @@ def whole(owner: str, name: str, value: object, least: int | None = 0, below: in
     Raises:
         ConfigError: it is no whole number, or out of bounds.
     """
-    number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
+    number = None if isinstance(value, bool) else number_of(value)
     if number is None or (least is not None and number < least) or (below is not None and number >= below):
         bounds = (f" of at least {least}" if least is not None else "") + (f", below {below}" if below is not None else "")
         raise ConfigError(f"{owner}: {name}={value!r} is not possible", now="nothing was drawn", todo=f"give a whole number{bounds}")

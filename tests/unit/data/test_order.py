@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -31,7 +32,7 @@ class Stream(IterableDataset[int]):
 class Own:
     """A plain iterable that says its settings."""
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int | np.int64) -> None:
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -57,6 +58,7 @@ def distributed(**options: Any) -> Make:
 
 CHANGES: dict[str, tuple[Make, Make, str]] = {
     "size": (torch_loader(), torch_loader(batch_size=8), "batch_size 4 then, 8 now"),
+    "size of another type": (lambda: Own(np.int64(4)), lambda: Own(np.int64(8)), "batch_size 4 then, 8 now"),
     "size of a batch sampler": (cut(DataLoader, 4), cut(DataLoader, 8), "batch_size 4 then, 8 now"),
     "size of a stateful batch sampler": (cut(StatefulDataLoader, 4), cut(StatefulDataLoader, 8), "batch_size 4 then, 8 now"),
     "end of a batch sampler": (cut(DataLoader, 4), cut(DataLoader, 4, True), "drop_last False then, True now"),
@@ -163,6 +165,7 @@ def test_a_shared_order_is_its_length_its_shuffle_and_its_seed() -> None:
         {"batch_size": 8}, {"batch_size": None, "global_batch": 6}, {"micro_batch": 2}, {"drop_last": True}, {"epochs": 3}
     ]  # fmt: skip
     assert [differing(made(), made(**more)) for more in legal] == [""] * 5
+    assert msgspec.json.decode(msgspec.json.encode(made(seed=2**100, length=np.int64(N)))) == made(seed=2**100)
     assert differing(made(), made(seed=2)) == "seed 1 then, 2 now"
     assert differing(made(), made(length=40)) == "length 23 then, 40 now"
     assert differing(made(), made(shuffle=False)) == "seed 1 then, none now, shuffle True then, False now"
@@ -175,7 +178,7 @@ def test_a_shared_order_is_its_length_its_shuffle_and_its_seed() -> None:
     [
         {"batch_size": 2.5}, {"batch_size": True}, {"batch_size": 2, "epochs": 0}, {"batch_size": 2, "epochs": -1},
         {"batch_size": 2, "length": -1}, {"batch_size": 2, "length": 0}, {"batch_size": 2, "length": None}, {"global_batch": "8"},
-        {"batch_size": 2, "micro_batch": 0}, {"batch_size": 2, "seed": "a"}, {"batch_size": 2, "seed": 1.5},
+        {"batch_size": 2, "micro_batch": 0}, {"batch_size": torch.zeros(2)}, {"batch_size": 2, "seed": "a"}, {"batch_size": 2, "seed": 1.5},
     ],
 )  # fmt: skip
 def test_numbers_that_a_shared_order_cannot_have_are_refused(options: dict[str, Any]) -> None:
@@ -187,6 +190,13 @@ def test_numbers_that_a_shared_order_cannot_have_are_refused(options: dict[str, 
 def test_shares_that_cannot_be_are_refused(told: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match="share"):
         ElasticSampler(10, batch_size=3).share(*told)
+
+
+def test_a_shared_order_takes_a_seed_of_any_size() -> None:
+    loader = ElasticLoader(range(12), ElasticSampler(12, batch_size=3, seed=2**100))
+    taken = loader.take(0, 0, 1)
+    assert taken is not None
+    assert taken[0].tolist() == list(loader.sampler.share(0, 0, 1).indices)
 
 
 def test_a_shared_order_longer_than_its_data_set_is_refused() -> None:
