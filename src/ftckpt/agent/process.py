@@ -228,12 +228,12 @@ class Agent:
         """Its connection ends before the process does; only then what is not kept of its memory may go."""
         self._forget_ended()
         self._ending = session
-        self._selector.register(session.pidfd, selectors.EVENT_READ, self._on_end)
+        self._selector.register(session.pidfd, selectors.EVENT_READ, lambda: self._on_end(session))
 
-    def _on_end(self) -> None:
-        if self._ending is not None:
-            self._pipeline.slots.bury(self._ending.number)
-        self._forget_ended()
+    def _on_end(self, session: Session) -> None:
+        if session is self._ending:  # else another has gone since
+            self._pipeline.slots.bury(session.number)
+            self._forget_ended()
 
     def _forget_ended(self) -> None:
         session, self._ending = self._ending, None
