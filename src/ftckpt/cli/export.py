@@ -28,7 +28,9 @@ def export(
     to: Annotated[str, typer.Option("--to", help="hf: safetensors with an index. dcp: torch.distributed.checkpoint.")] = "hf",
     state: Annotated[str | None, typer.Option("--state", help="Which model (hf: model; dcp: every state).", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="Cast floats: float32, bfloat16 or float16.", show_default=False)] = None,
-    max_shard_bytes: Annotated[str, typer.Option("--max-shard-bytes", help="Of tensors in one file; 500MB, 5GB, 4GiB …")] = "5GB",
+    max_shard_bytes: Annotated[
+        str | None, typer.Option("--max-shard-bytes", help="Of tensors in one file; 500MB, 5GB (if left out), 4GiB …", show_default=False)
+    ] = None,
     name_map: Annotated[
         Path | None, typer.Option("--name-map", help="JSON: our name to theirs; {} stands for a number.", show_default=False)
     ] = None,
@@ -54,11 +56,11 @@ def export(
     common.one_of(step=step, generation=generation)
     if to not in TO:
         raise ConfigError(f"--to {to}: there is no such format", now="nothing was written", todo=f"choose one of {', '.join(TO)}")
-    if to == "dcp" and (dtype or name_map or file_map):
-        raise ConfigError("--dtype, --name-map and --file-map are for --to hf", now="nothing was written")
+    if to == "dcp" and (dtype or name_map or file_map or max_shard_bytes or tied != "copy"):
+        raise ConfigError("--dtype, --name-map, --file-map, --max-shard-bytes and --tied are for --to hf", now="nothing was written")
     names = read_names(name_map)
     files = read_names(file_map)
-    limit = byte_count(max_shard_bytes)
+    limit = byte_count(max_shard_bytes or "5GB")
     which = int(generation.removeprefix("#")) if generation is not None and generation.removeprefix("#").isdigit() else generation
     with (
         located(job, root=root, log=log, step=step, generation=which, settings_file=config) as found,

@@ -10,6 +10,7 @@ import typer
 from ftckpt import wiring
 from ftckpt.cli import common
 from ftckpt.cli.export import read_names
+from ftckpt.errors import ConfigError
 
 
 def register(app: typer.Typer) -> None:
@@ -47,12 +48,14 @@ def import_(
 
     from ftckpt.cli.verify import progress_bar
     from ftckpt.flows.locate import is_path, located
-    from ftckpt.interop.importing import import_weights
+    from ftckpt.interop.importing import check_import, import_weights
     from ftckpt.interop.view import GenerationWeights
     from ftckpt.interop.weights import Weights
     from ftckpt.stores.tiered import durable_of
     from ftckpt.trainer.warmstart import open_weights, recognise
 
+    if not source:
+        raise ConfigError("--from is empty", now="nothing was imported", todo="name a file, a directory or a job")
     names = read_names(name_map)
     place = Path(source) if Path(source).exists() else source  # a bare name may also be that of a job in this root
     kind = recognise(place) if format_ == "auto" else format_
@@ -63,6 +66,7 @@ def import_(
         else:
             weights = open_weights(place, kind, key)
         stack.enter_context(weights)
+        check_import(weights, state, names, dtype)  # before the root is the job's
         wiring.claim_root(parts.store, job, log=parts.log_url, uuid=wiring.vouching(parts.log), new_job=new_job)
         with progress_bar(0, "importing") as progress:
             report = import_weights(

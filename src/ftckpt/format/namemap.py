@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ftckpt.errors import ConfigError
 
@@ -19,12 +20,14 @@ def lookup(names: NameMap | None) -> Callable[[str], str | None]:
             ``{"layers.{}.wq.weight": "model.layers.{}.self_attn.q_proj.weight"}``.
 
     Raises:
-        ConfigError: two sides of an entry have different counts of ``{}``.
+        ConfigError: two sides of an entry have different counts of ``{}``, or are no names. So does the function, of what is none.
     """
     if names is None:
         return lambda name: name
     if not isinstance(names, Mapping):
-        return names
+        return partial(_asked, names)
+    if odd := [f"{ours!r}: {theirs!r}" for ours, theirs in names.items() if not (isinstance(ours, str) and isinstance(theirs, str))]:
+        raise ConfigError("a name map has what is no name: " + ", ".join(odd), now="nothing was done")
     wrong = [f"{ours!r}: {theirs!r}" for ours, theirs in names.items() if ours.count(_NUMBER) != theirs.count(_NUMBER)]
     if wrong:
         raise ConfigError("a name map has different numbers of {} on its two sides: " + ", ".join(wrong), now="nothing was done")
@@ -40,6 +43,13 @@ def lookup(names: NameMap | None) -> Callable[[str], str | None]:
         return None
 
     return look
+
+
+def _asked(names: Callable[[str], str | None], name: str) -> str | None:
+    theirs = names(name)
+    if theirs is not None and not isinstance(theirs, str):
+        raise ConfigError(f"the name map gives {theirs!r} for {name}, which is no name", now="nothing was done")
+    return theirs
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -40,6 +40,7 @@ from ftckpt.interop.weights import Weights
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.layout import as_integers, dtype_name
 from ftckpt.trainer.reading import borrow
+from ftckpt.trainer.states import check_name
 
 WRITER = "import"
 
@@ -97,9 +98,7 @@ def import_weights(
         )
     target = None if dtype is None else getattr(torch, check_target(dtype))
     kinds = weights.kinds()
-    names, left_out = _names(kinds, name_map)
-    if not names:
-        raise ConfigError(f"{weights.where} has nothing to import under the given names", now="nothing was imported")
+    names, left_out = check_import(weights, state, name_map, dtype)
     dtypes = {ours: target if target is not None and dtype_name(kinds[n].dtype) in FLOATS else kinds[n].dtype for ours, n in names.items()}
     table = plan_image([(f"{state}/{o}", dtype_name(dtypes[o]), s := kinds[n].shape, (0,) * len(s), s) for o, n in names.items()])
     with mmap.mmap(-1, max(table.image_bytes, 1)) as memory, memoryview(memory) as image:
@@ -132,6 +131,23 @@ def import_weights(
         left_out=left_out,
         seconds=time.monotonic() - began,
     )
+
+
+def check_import(
+    weights: Weights, state: str, name_map: Mapping[str, str] | None, dtype: str | None
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What would be imported, our name -> theirs, and theirs that would not; writes nothing.
+
+    Raises:
+        ConfigError: the options are none, or leave nothing to import.
+    """
+    check_name(state)
+    if dtype is not None:
+        check_target(dtype)
+    names, left_out = _names(weights.kinds(), name_map)
+    if not names:
+        raise ConfigError(f"{weights.where} has nothing to import under the given names", now="nothing was imported")
+    return names, left_out
 
 
 def _names(kinds: Mapping[str, object], name_map: Mapping[str, str] | None) -> tuple[dict[str, str], tuple[str, ...]]:

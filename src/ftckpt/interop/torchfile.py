@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import torch
 
-from ftckpt.errors import ConfigError, Damaged, NotFound
+from ftckpt.errors import ConfigError, Damaged, Mismatch, NotFound, Unstorable
 from ftckpt.interop.weights import Kind
+from ftckpt.trainer.layout import check_storable
 
 
 class TorchFileWeights:
@@ -32,7 +33,7 @@ class TorchFileWeights:
 
         Raises:
             NotFound: no such file. Damaged: it cannot be read without running what it contains.
-            ConfigError: nothing is under the key.
+            ConfigError: nothing is under the key. Mismatch: a tensor there is none that has its values in plain order (sparse, meta, ...).
         """
         if not Path(self.where).is_file():
             raise NotFound(f"{self.where} does not exist", todo="check the path")
@@ -49,7 +50,13 @@ class TorchFileWeights:
             raise ConfigError(
                 f"{self.where} has no tensors at {'.'.join(self._key) or 'its top'}", now="nothing was loaded", todo=f"its keys there are: {_keys(found)}; name the right one with key="
             )  # fmt: skip
-        self._tensors = {str(k): v.detach() for k, v in found.items() if isinstance(v, torch.Tensor)}
+        tensors = {str(k): v.detach() for k, v in found.items() if isinstance(v, torch.Tensor)}
+        for name, tensor in tensors.items():
+            try:
+                check_storable(tensor, f"{self.where}: {name}")
+            except Unstorable as e:
+                raise Mismatch(e.what, now="nothing was loaded", todo="write the file anew with plain tensors, or without it") from e
+        self._tensors = tensors
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ftckpt.errors import Mismatch
+from ftckpt.errors import ConfigError, Mismatch
 from ftckpt.interop.adapter import Adapter
 from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
 from ftckpt.trainer.loading_plan import CAST, LENIENT, castable, raise_all
@@ -75,7 +75,7 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
     memory: set[object] = set()
     absent: list[tuple[str, Live, list[str]]] = []
     for key, live in scan.tensors.items():
-        parts = tuple(adapter.parts(key, there))
+        parts = _parts(adapter, key, there)
         lacking = [part for part in parts if part not in there]
         used.update(parts)
         if not parts or lacking:
@@ -100,7 +100,7 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
     given: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for done, (live, parts) in enumerate(fills):
-            value = read[done] if done in read else adapter.join(live.key, [weights.read(part) for part in parts])
+            value = read[done] if done in read else _joined(adapter, live.key, [weights.read(part) for part in parts])
             late = _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report)
             if late:
                 raise Mismatch(
@@ -135,13 +135,34 @@ def _read_before(
     problems: list[str] = []
     for number, live in plain.items():
         if live.tensor.numel() and (storages[live.tensor.untyped_storage().data_ptr()] > 1 or unwritable(live.tensor)):
-            value = adapter.join(live.key, [weights.read(part) for part in fills[number].parts])
+            value = _joined(adapter, live.key, [weights.read(part) for part in fills[number].parts])
             problems += (wrong := _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report))
             if not wrong:
                 found[number] = value
                 late.append(Late(live.key, live.tensor.detach(), value))
     raise_all(problems + settle(Index(()), (), late)[1], (CAST,))
     return found
+
+
+def _parts(adapter: Adapter, key: str, there: Mapping[str, Kind]) -> tuple[str, ...]:
+    """What an adapter says that a tensor is made of. Raises ConfigError: it is no list of names."""
+    parts = adapter.parts(key, there)
+    if isinstance(parts, str) or not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+        raise ConfigError(
+            f"{type(adapter).__qualname__}.parts({key!r}) gives {parts!r}", now="nothing was changed", todo="give a list of names"
+        )
+    return tuple(parts)
+
+
+def _joined(adapter: Adapter, key: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    value = adapter.join(key, parts)
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(
+            f"{type(adapter).__qualname__}.join({key!r}) gives a {type(value).__qualname__}, and no tensor",
+            now="tensors before it are loaded: do not use the model",
+            todo="correct the adapter",
+        )
+    return value
 
 
 def unwritable(tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import get_args
 
@@ -29,6 +30,11 @@ class Given:
         known = [*words]
         if not isinstance(value, str) or value not in known:
             self.wrong.append(f"{option}={value!r} is none of {', '.join(known)}")
+
+    def place(self, option: str, value: object) -> None:
+        """A job's name, a path or a URL."""
+        if not isinstance(value, str) and not (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str)):
+            self.wrong.append(f"{option}={value!r} is neither a name nor a path")
 
     def names(self, option: str, value: object, known: Collection[str] | None = None) -> None:
         """A list, set or tuple of names, of those ``known`` where there are such."""

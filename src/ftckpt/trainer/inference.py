@@ -92,7 +92,7 @@ def load_model(
         Damaged: bytes do not match their digest; do not use the model.
     """
     began = time.monotonic()
-    _check(model, state, strict, dtype, device, meta)
+    _check(job_or_path, model, state, strict, dtype, device, meta, threads)
     wanted = [state] if isinstance(state, str) else [*state]
     with located(job_or_path, root=root, log=log, step=step, generation=generation) as found:
         manifest = found.manifest
@@ -133,8 +133,11 @@ def load_model(
         )
 
 
-def _check(model: object, state: object, strict: object, dtype: object, device: Any, meta: object) -> None:
+def _check(source: object, model: object, state: object, strict: object, dtype: object, device: Any, meta: object, threads: object) -> None:
     given = Given()
+    given.place("job_or_path", source)
+    if not isinstance(threads, int) or threads < 1:
+        given.wrong.append(f"threads={threads!r} is no number of threads")
     if not isinstance(model, nn.Module):
         given.wrong.append(f"model is a {type(model).__qualname__}, and no module")
     given.sources({"model": state})

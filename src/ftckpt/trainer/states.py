@@ -80,8 +80,7 @@ class StateRegistry:
         Raises:
             ConfigError: the name is taken or unusable, ``obj`` is of no known kind, or it is an FSDP1 model.
         """
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"state name {name!r} cannot be used", todo="use up to 100 letters, digits, '.', '_' or '-'")
+        check_name(name)
         if name in self._states:
             raise ConfigError(f"state {name!r} is registered already", now="the first one stays registered", todo="give it another name")
         if scope not in ("shared", "replica") or kind not in ("auto", "module", "optimizer", "tree"):
@@ -100,6 +99,12 @@ class StateRegistry:
 
     def __getitem__(self, name: str) -> State:
         return self._states[name]
+
+
+def check_name(name: object) -> None:
+    """Raises ConfigError: no state can be called so."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"state name {name!r} cannot be used", todo="use up to 100 letters, digits, '.', '_' or '-'")
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:

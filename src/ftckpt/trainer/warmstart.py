@@ -90,7 +90,7 @@ def load_into(registry: StateRegistry, source: str | os.PathLike[str], options: 
         Mismatch: what does not fit, all at once. Damaged: bytes that do not match or cannot be read safely.
     """
     began = time.monotonic()
-    _check(options, [state.name for state in registry])
+    _check(source, options, [state.name for state in registry])
     kind = options.format if options.format != "auto" else recognise(source)
     adapted = options.name_map is not None or options.hooks is not None
     _check_for(options, f"{source} is read as {kind}{', under other names' if adapted else ''}", kind, adapted)
@@ -105,9 +105,10 @@ def load_into(registry: StateRegistry, source: str | os.PathLike[str], options: 
     return msgspec.structs.replace(report, seconds=time.monotonic() - began)
 
 
-def _check(options: WarmOptions, states: Sequence[str]) -> None:
+def _check(source: object, options: WarmOptions, states: Sequence[str]) -> None:
     """Raises ConfigError: what no source could be loaded with."""
     given = Given()
+    given.place("source", source)
     given.word("what", options.what, ("weights", "all"))
     given.word("format", options.format, get_args(Format))
     given.strict(options.strict, states)

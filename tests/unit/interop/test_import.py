@@ -63,6 +63,22 @@ def test_imported_weights_are_a_seed_that_training_resumes_from(tmp_path, run):
         assert ckpt.resume().step == 1
 
 
+@pytest.mark.covers("A16", "I14")
+@pytest.mark.parametrize(
+    "wrong",
+    [["--state", "a/b"], ["--state", ""], ["--dtype", "int8"], ["--name-map", "none.json"], ["--name-map", "twice.json"], ["--from", ""]],
+    ids=" ".join,
+)
+def test_an_import_that_is_refused_leaves_nothing_in_the_root(tmp_path, run, wrong, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none.json").write_text('{"x": "y"}')
+    (tmp_path / "twice.json").write_text('{"a": "w", "b": "w"}')
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    code, _, _ = run("import", "j", "--from", "w.safetensors", *wrong)
+    assert code == 2
+    assert not list((tmp_path / "root").iterdir())
+
+
 @pytest.mark.covers("B15", "I10")
 def test_other_sources_and_a_cast(tmp_path, run):
     given = net(3)

@@ -276,6 +276,57 @@ def test_options_of_a_warm_start_that_are_none_are_refused(odd, tmp_path, wrong)
         assert torch.equal(model.layer.weight, before)
 
 
+class Slips(Adapter):
+    """What one writes by mistake."""
+
+    def __init__(self, parts=None, join=None):
+        super().__init__()
+        self._parts, self._join = parts, join
+
+    def parts(self, name, there):
+        return super().parts(name, there) if self._parts is None else self._parts
+
+    def join(self, name, parts):
+        return super().join(name, parts) if self._join is None else self._join
+
+
+@pytest.mark.covers("I14", "A17")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name_map": {1: "x"}}, {"name_map": lambda name: 3}, {"hooks": Slips(parts="b")}, {"hooks": Slips(parts=3)},
+        {"hooks": Slips(parts=[3])}, {"hooks": Slips(join=3)},
+    ],
+    ids=["no name", "function", "a string", "a number", "numbers", "no tensor"],
+)  # fmt: skip
+def test_slips_in_maps_and_adapters_are_named(tmp_path, wrong):
+    save_file(Buffered(torch.arange(3.0)).state_dict(), tmp_path / "w.safetensors")
+    with opened(tmp_path) as ckpt:
+        ckpt.register(model=Buffered(torch.zeros(3)))
+        with pytest.raises(errors.ConfigError):
+            ckpt.warm_start(tmp_path / "w.safetensors", **wrong)
+        with pytest.raises(errors.ConfigError, match="neither a name nor a path"):
+            ckpt.warm_start(b"/tmp")
+
+
+@pytest.mark.covers("F42", "A9", "B15")
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("kind", ["sparse", "meta", "nested", "quantized"])
+def test_tensors_of_a_file_that_are_not_plain_are_refused_by_name(tmp_path, kind):
+    odd = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "meta": lambda: torch.empty(3, device="meta"),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    }
+    model = Buffered(torch.zeros(3))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    torch.save({**model.state_dict(), "b": odd[kind]()}, tmp_path / "w.pt")
+    with pytest.raises(errors.Mismatch, match=r"w.pt: b "), TorchFileWeights(tmp_path / "w.pt") as weights:
+        fill(model, weights, strict="lenient+cast")
+    assert equal(model.state_dict(), before)
+
+
 @pytest.mark.covers("I14")
 @pytest.mark.parametrize("wrong", [{"sources": {"model": "ema"}}, {"on_mismatch": "fresh"}, {"step": 3}], ids=str)
 def test_options_that_a_source_has_no_use_for_are_not_passed_over(tmp_path, wrong):
@@ -291,7 +342,7 @@ def test_options_that_a_source_has_no_use_for_are_not_passed_over(tmp_path, wron
     "wrong",
     [
         {"state": []}, {"state": 3}, {"strict": "loose"}, {"strict": {"model": "cast"}}, {"dtype": "bf16"}, {"dtype": torch.int8},
-        {"meta": "x"}, {"device": "nowhere"}, {"device": "meta"},
+        {"meta": "x"}, {"device": "nowhere"}, {"device": "meta"}, {"threads": 0}, {"threads": "2"},
     ],
     ids=str,
 )  # fmt: skip
