@@ -123,6 +123,12 @@ class Loaders:
             if not isinstance(self._loader, Iterator):  # how far an iterator was read is known to its feed alone
                 self._feed = None
 
+    def close(self) -> None:
+        """End the loader's workers."""
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = self.entering = None
+
     def position(self, count: int) -> tuple[int, bytes | None]:
         """The newest loader state known here that includes at most ``count`` draws: (its draws, JSON or None)."""
         known = [d for d in (*self._drawn, *([self._stored] if self._stored else [])) if d[0] <= count]

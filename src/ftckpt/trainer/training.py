@@ -118,8 +118,9 @@ class Training:
             self._save(replica, {})
 
     def close(self) -> None:
-        """Let go of the optimizers."""
+        """Let go of the optimizers, and of the loader's workers."""
         self._boundary.close()
+        self._loaders.close()
 
     def tell(self, replica: Replica, *, force: bool = False) -> None:
         """Say where training stands."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,6 +267,24 @@ def test_a_generator_goes_on_where_its_loop_was_left(tmp_path: Path) -> None:
     job.run(batches(), steps(epochs=1))
     assert job.ids == DATA
     assert job.weight == sum(DATA)
+
+
+def test_a_loaders_workers_live_over_loops_and_end_with_the_checkpointer(tmp_path: Path) -> None:
+    gc.disable()  # nothing else may end them
+    try:
+        with opened(tmp_path) as ckpt:
+            ckpt.register(model=torch.nn.Linear(1, 1), loader=DataLoader(DATA, batch_size=4, num_workers=1))
+            ckpt.resume()
+            workers = []
+            for _ in range(2):
+                next(ckpt.batches())
+                ckpt.step()
+                workers.append([p.pid for p in multiprocessing.active_children()])
+            assert len(workers[0]) == 1
+            assert workers[0] == workers[1]
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 def test_a_state_in_the_place_of_a_loader_is_told(tmp_path: Path) -> None:
