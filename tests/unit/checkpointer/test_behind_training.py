@@ -130,7 +130,7 @@ def test_a_failure_that_another_one_got_in_the_way_of_is_told_at_the_next_call()
     group: Any = SimpleNamespace(rank=1)
     background = Background(session, tail, Events(), group)
     background.tell = lambda *args, **options: None  # type: ignore[method-assign]
-    training = Training(None, Every(steps=1), group, None, session, None, tail, background, Events())  # type: ignore[arg-type]
+    training = Training(None, Every(steps=1), group, None, session, SimpleNamespace(), tail, background, Events())  # type: ignore[arg-type]
 
     def no_buffer(outcome: Outcome, metrics: object) -> None:
         raise DeadlineExceeded("no buffer became free")
@@ -153,7 +153,7 @@ def test_closing_tells_every_failure_that_was_not_told_yet(ending: bool) -> None
     rank: Any = Rank.__new__(Rank)
     closed = SimpleNamespace(close=lambda: None)
     rank._closed, rank.resumed, rank._replica, rank.session = False, False, None, session
-    rank.training = SimpleNamespace(captured=lambda: None)
+    rank.training = SimpleNamespace(captured=lambda: None, close=lambda: None)
     rank.ledger = rank.log = rank.store = rank.group = closed
     rank.settings = SimpleNamespace(deadlines=SimpleNamespace(close_s=1.0))
     rank.background = Background(session, TailReader(MemoryLog("job"), client), Events(), closed)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_a_root_that_is_away_when_it_is_to_be_bound_does_not_end_training(monkey
     settings: Any = SimpleNamespace(job="job", root="memory://r", durable="", log="memory://l")
     client: Any = SimpleNamespace(tail=generation(log, states(1)[1]))
     training = Training(
-        settings, Never(), SimpleNamespace(rank=0), store, None, None, TailReader(log, client), None, Events()  # type: ignore[arg-type]
+        settings, Never(), SimpleNamespace(rank=0), store, None, SimpleNamespace(), TailReader(log, client), None, Events()  # type: ignore[arg-type]
     )  # fmt: skip
     training.bind()
     assert read_marker(store, "job") is None
