@@ -16,12 +16,14 @@ from ftckpt.errors import ConfigError, Mismatch
 from ftckpt.interop.adapter import Adapter
 from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
 from ftckpt.trainer.loading_plan import CAST, LENIENT, castable, raise_all
-from ftckpt.trainer.modules import EXTRA, give_values
+from ftckpt.trainer.modules import EXTRA, LoadCode, give_values, is_asked
 from ftckpt.trainer.naming import Live, local_of, memory_key, scan_module
 from ftckpt.trainer.overlaps import Late, settle, single
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.states import StateRegistry
 from ftckpt.trainer.stored import Index
+
+_WOULD = "(strict='cast' would convert)"
 
 
 class Kind(NamedTuple):
@@ -67,9 +69,11 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
     states = StateRegistry()
     state = states.add("model", model, kind="module")
     scan = scan_module(state)
+    code = LoadCode(state)
     there = weights.kinds()
     report = StateReport(name="model", source=weights.where)
     problems: list[str] = []
+    remedies: set[str] = set()
     fills: list[_Fill] = []
     used: set[str] = set()
     memory: set[object] = set()
@@ -87,6 +91,7 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
             why = unwritable(live.tensor) if isinstance(live.tensor, DTensor) else _without_memory(live.tensor)
             wrong = [f"{key} {why}"] if why else []
         problems += wrong
+        remedies |= _remedies(wrong)
         fills.append(_Fill(live, parts))
     report.missing += [key for key, live, _ in absent if memory_key(live.tensor) not in memory]
     report.unexpected += sorted(name for name in there.keys() - used if not _inside(name, scan.extras))
@@ -95,7 +100,8 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
         gone = {key: lacking for key, _, lacking in absent}
         problems += [f"{key} is missing in the files{_named(key, gone[key])}" for key in report.missing]
         problems += [f"{name} is in the files but unexpected here" for name in report.unexpected]
-    raise_all(problems, (CAST, LENIENT))
+        remedies |= {LENIENT} if report.missing or report.unexpected else set()
+    raise_all(problems, remedies)
     read = _read_before(fills, weights, adapter, strict, report)
     given: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -114,7 +120,7 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
             else:
                 _copy(live.tensor, value, live.key)
             report.loaded += 1
-    for load in give_values(state, scan, given):
+    for load in give_values(state, code, given) if report.loaded else ():
         load()
     report.cast = sorted(set(report.cast))
     return report
@@ -140,7 +146,7 @@ def _read_before(
             if not wrong:
                 found[number] = value
                 late.append(Late(live.key, live.tensor.detach(), value))
-    raise_all(problems + settle(Index(()), (), late)[1], (CAST,))
+    raise_all(problems + settle(Index(()), (), late)[1], _remedies(problems))
     return found
 
 
@@ -207,12 +213,16 @@ def _misfit(live: Live, kind: Kind, strict: Strictness, report: StateReport) -> 
         return [f"{key} has shape {tuple(tensor.shape)}, in the files it is {kind.shape}"]
     if tensor.dtype == kind.dtype:
         return []
-    if "cast" not in strict:
-        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} (strict='cast' would convert)"]
     if not castable(tensor.dtype, kind.dtype):
         return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)}, which is not converted"]
+    if "cast" not in strict:
+        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} {_WOULD}"]
     report.cast.append(key)
     return []
+
+
+def _remedies(problems: Collection[str]) -> set[str]:
+    return {CAST} if any(problem.endswith(_WOULD) for problem in problems) else set()
 
 
 def _copy(tensor: torch.Tensor, value: torch.Tensor, key: str) -> None:

@@ -94,9 +94,10 @@ class Part:
             return False
         if tensor.dtype == dtype or self._can_cast(key, tensor.dtype, dtype):
             return True
-        would = "" if self.cast else " (strict='cast' would convert)"
+        would = "" if self.cast or not castable(tensor.dtype, dtype) else " (strict='cast' would convert)"
         self.problem(f"{key} is {dtype_name(tensor.dtype)}, stored is {dtype_name(dtype)}{would}")
-        self.remedies.add(CAST)
+        if would:
+            self.remedies.add(CAST)
         return False
 
     def number(self, key: str, tensor: torch.Tensor, value: float) -> None:

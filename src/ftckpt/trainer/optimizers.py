@@ -31,14 +31,17 @@ class OptimizerPart:
         state: the live optimizers.
         names: ``parameter_names`` of the live modules.
         doc: the stored state's leaves.
+        homes: live module state -> the stored one whose parameters the optimizer had.
     """
 
-    def __init__(self, part: Part, state: State, names: Mapping[int, tuple[str, str]], doc: Mapping[str, Any]) -> None:
-        self._part, self._state, self._doc = part, state, doc
+    def __init__(
+        self, part: Part, state: State, names: Mapping[int, tuple[str, str]], doc: Mapping[str, Any], homes: Mapping[str, str]
+    ) -> None:
+        self._part, self._state, self._doc, self._names, self._homes = part, state, doc, names, homes
         self._parameters = optimizer_parameters(state, dict(names))
         self._groups = [group for groups in doc.get("groups", {}).values() for group in groups]
         self._place = {fqn: (group, i) for group in self._groups for i, fqn in enumerate(group["params"])}
-        self._allocated: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._allocated: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
 
     def plan(self) -> None:
         """Check everything and record sinks and final assignments."""
@@ -108,19 +111,28 @@ class OptimizerPart:
         if key == "step":  # as torch.optim does: a float on the CPU unless the implementation wants it beside the parameter
             group = optimizer_groups(self._state)[parameter.group]
             device = device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-        shared = self._allocated.get((stored.name, device))
+        dtype = self._dtype(parameter, key, stored)
+        shared = self._allocated.get((stored.name, device, dtype))
         if shared is not None:
             return shared
         if stored.shape == tensor.shape and (stored.shape or key != "step"):
-            new = torch.empty_like(tensor.detach() if isinstance(tensor, DTensor) else tensor, dtype=stored.dtype, requires_grad=False)
+            new = torch.empty_like(tensor.detach() if isinstance(tensor, DTensor) else tensor, dtype=dtype, requires_grad=False)
         else:
-            new = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            new = torch.empty(stored.shape, dtype=dtype, device=device)
             if isinstance(tensor, DTensor) and stored.shape:
                 mesh = tensor.device_mesh
                 new = DTensor.from_local(new, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        self._allocated[stored.name, device] = new
+        self._allocated[stored.name, device, dtype] = new
         self._part.sink(name, stored, new)
         return new
+
+    def _dtype(self, parameter: Parameter, key: object, stored: Stored) -> torch.dtype:
+        """The dtype that a new tensor of state has here: the parameter's, if it was made after the parameter, else as stored."""
+        module, fqn = self._names.get(id(parameter.tensor), ("", ""))
+        then = self._part.index.get(f"{self._homes.get(module, module)}/{fqn}")
+        if key == "step" or then is None or stored.dtype != then.dtype or not _after(stored.shape, then.shape):
+            return stored.dtype
+        return parameter.tensor.dtype
 
     # ------------------------------------------------------------ parameter groups
     def _plan_groups(self) -> None:
@@ -194,6 +206,11 @@ def _assign(optimizer: Optimizer, parameter: torch.Tensor, values: dict[Any, Any
     held = optimizer.state[parameter]
     held.clear()
     held.update(values)
+
+
+def _after(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Whether state of that shape is one value per element of a parameter, or per row, column and so on."""
+    return len(shape) == len(parameter) and all(size in (1, whole) for size, whole in zip(shape, parameter, strict=True))
 
 
 def _distinct(groups: Any) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ def restore(
         """Plan, check and fill; what is to be called at the end."""
         index = Index(images)
         names = parameter_names(registry.of_scope("shared"))
+        homes = {s.name: s.name if s.name in states else _source(s.name, sources or {}, states) or s.name for s in registry}
         parts: list[Part] = []
         owners: dict[str, torch.Tensor] = {}
         problems: list[str] = []
@@ -92,7 +93,7 @@ def restore(
                 mine.plan(part, state)
             else:
                 read.add(part.source)
-                _plan(part, state, source, leaves, states, names, meta)
+                _plan(part, state, source, leaves, states, names, homes, meta)
             fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
             if part.problems and fresh:
                 part = _left_alone(part)
@@ -120,6 +121,7 @@ def _plan(
     leaves: Mapping[str, Any],
     states: Mapping[str, StateInfo],
     names: Mapping[int, tuple[str, str]],
+    homes: Mapping[str, str],
     meta: OnMeta,
 ) -> None:
     if source is None:
@@ -133,7 +135,7 @@ def _plan(
     elif state.kind == "module":
         plan_module(part, state, leaves.get(source) or {}, info, meta)
     elif state.kind == "optimizer":
-        OptimizerPart(part, state, names, leaves.get(source) or {}).plan()
+        OptimizerPart(part, state, names, leaves.get(source) or {}, homes).plan()
     else:
         _plan_tree(part, state, source, leaves, info)
 
@@ -182,8 +184,8 @@ def _there(sink: Sink, placed: Mapping[str, int]) -> bool:
 def _left_alone(part: Part) -> Part:
     """An optimizer that stays as it is, since what is stored does not fit; why goes to the report."""
     part.report.notes += part.problems
-    part.sinks, part.late, part.finals, part.loads, part.problems = [], [], [], [], []
-    part.report.outcome, part.report.loaded = "fresh", 0
+    part.sinks, part.late, part.finals, part.loads, part.problems, part.remedies = [], [], [], [], [], set()
+    part.report.outcome, part.report.loaded, part.report.cast = "fresh", 0, []
     return part
 
 

@@ -243,6 +243,21 @@ def test_a_cast_that_torch_does_not_do_is_refused(tmp_path):
 
 
 @pytest.mark.covers("C4")
+def test_only_remedies_of_problems_that_are_there_are_named(tmp_path):
+    def todo(tensors, strict="exact"):
+        save_file(tensors, tmp_path / "w.safetensors")
+        with SafetensorsWeights(tmp_path / "w.safetensors") as weights, pytest.raises(errors.Mismatch) as caught:
+            fill(nn.Linear(2, 2, bias=False), weights, strict=strict)
+        return [word for word in ("cast", "lenient") if f"strict='{word}'" in caught.value.todo]
+
+    half, whole, long, more = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2), torch.ones(2, 3), torch.ones(1)
+    assert todo({"weight": half}) == todo({"weight": half, "more": more}, "lenient") == ["cast"]
+    assert todo({"weight": whole, "more": more}) == todo({"weight": long, "more": more}, "cast") == ["lenient"]
+    assert todo({"weight": half, "more": more}) == ["cast", "lenient"]
+    assert todo({"weight": long}) == todo({"weight": long, "more": more}, "lenient") == []
+
+
+@pytest.mark.covers("C4")
 def test_another_dtype_for_inference_is_for_plain_floats_alone(odd):
     root, _, model = odd
     found = Odd(*UNUSUAL)

@@ -163,6 +163,73 @@ def test_main_parameters_are_there_as_a_whole_or_what_lacks_is_named_and_stays_a
         assert all(same(live.state[getattr(fresh, name)]["main_param"], kept[name]) for name in lacking)
 
 
+@pytest.mark.covers("D6", "B5", "C9", "C10")
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)])
+def test_state_made_after_a_parameter_has_its_dtype_here_or_is_told_or_cast_or_leaves_the_optimizer_fresh(kind, renamed):
+    one, opt = trained(m := nn.Linear(3, 3), kind(m.parameters()))
+    saved = save({"model": one, "opt": opt})
+    name, more = ("net", {"sources": {"net": "model"}}) if renamed else ("model", {})
+
+    def live():
+        model = nn.Linear(3, 3).bfloat16()
+        return model, kind(model.parameters())
+
+    model, other = live()
+    with pytest.raises(Mismatch, match=r"opt: state/weight/\w+ is bfloat16, stored is float32 \(strict='cast' would convert\)"):
+        saved.load(registry(**{name: model, "opt": other}), strict={name: "cast"}, **more)
+    assert not other.state
+    report = saved.load(registry(**{name: model, "opt": other}), strict={name: "cast"}, on_mismatch={"opt": "fresh"}, **more)
+    assert (report.states["opt"].outcome, report.states["opt"].cast) == ("fresh", [])
+    assert not other.state
+    trained(model, other)
+    model, other = live()
+    report = saved.load(registry(**{name: model, "opt": other}), strict="cast", **more)
+    for fqn, parameter in model.named_parameters():
+        held = opt.state[getattr(one, fqn)]
+        for key, value in other.state[parameter].items():
+            after = key != "step"
+            assert same(value, held[key].bfloat16() if after else held[key]), key
+            assert (f"state/{fqn}/{key}" in report.states["opt"].cast) is after
+    trained(model, other)
+
+
+@pytest.mark.covers("D7", "D6")
+def test_state_of_another_dtype_than_its_parameter_or_of_one_that_was_not_stored_stays_as_it_is():
+    one, opt = trained(m := nn.Linear(3, 3).bfloat16(), Mixed(m.parameters()))
+    opt.state[one.weight]["scale"] = torch.ones(5, dtype=torch.bfloat16)
+    both = save({"model": one, "optimizer": opt})
+    model = nn.Linear(3, 3)
+    other = Mixed(model.parameters())
+    with pytest.raises(Mismatch, match="momentum_buffer is float32, stored is bfloat16"):
+        both.load(registry(model=model, optimizer=other), strict={"model": "cast"})
+    report = both.load(registry(model=model, optimizer=other), strict="cast").states["optimizer"]
+    assert report.cast == ["state/weight/momentum_buffer", "state/bias/momentum_buffer"]
+    assert same(other.state[model.weight]["main_param"], opt.state[one.weight]["main_param"])
+    assert other.state[model.weight]["scale"].dtype == torch.bfloat16
+    alone = Mixed(model.parameters())
+    alone_saved = save({"optimizer": opt})
+    alone_saved.load(registry(optimizer=alone))
+    assert alone.state[model.weight]["momentum_buffer"].dtype == torch.bfloat16
+
+
+@pytest.mark.covers("B5", "C9", "C10")
+def test_only_remedies_of_problems_that_are_there_are_named():
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    one, opt = trained(m := nn.Sequential(copy.deepcopy(tied["a"]), copy.deepcopy(tied["b"])), torch.optim.AdamW(m.parameters()))
+    saved = save({"model": nn.ModuleDict({"a": one[0], "b": one[1]}), "opt": opt})
+    tied["b"].weight = tied["a"].weight
+    live = registry(model=tied, opt=torch.optim.AdamW(tied.parameters()))
+    for more, words in (({}, ["on_mismatch='fresh'", "strict='lenient'"]), ({"on_mismatch": {"opt": "fresh"}}, [])):
+        with pytest.raises(Mismatch, match="shares memory here") as caught:
+            saved.load(live, **more)
+        assert [w for w in ("on_mismatch='fresh'", "strict='cast'", "strict='lenient'") if w in caught.value.todo] == words
+    imaginary, real = (nn.ParameterDict({"weight": torch.randn(3, dtype=dtype)}) for dtype in (torch.complex64, torch.float32))
+    with pytest.raises(Mismatch, match=r"(?m)weight is float32, stored is complex64$") as caught:
+        save({"model": imaginary}).load(registry(model=real))
+    assert "cast" not in caught.value.todo
+
+
 @pytest.mark.covers("A11", "C9")
 @pytest.mark.parametrize(
     "options",
