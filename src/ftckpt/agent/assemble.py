@@ -173,10 +173,11 @@ class Assemble:
             )
 
     def _receipts(self, job: Job) -> list[Receipt]:
-        """Receipts of all ranks in rank order; fails as soon as one tells of an error, or at the deadline, naming the ranks."""
+        """Receipts of all ranks in rank order; fails as soon as one tells of an error or has no part in it, or at the deadline, naming the ranks."""
         world, found = job.config.group_world_size, dict[int, Receipt]()
         poll = Poll(self._desk, job.config.poll_s, time.monotonic() + job.config.receipts_s)
         while True:
+            partial = self._desk.partial(job.session, job.save.ordinal)
             overtaken = self._overtaken()  # before and after: what is there must not be missed by a look that came too early, or failed
             there = set(self._store.listdir(f"{job.directory}/{RECEIPTS}"))
             for rank in range(world):
@@ -202,6 +203,13 @@ class Assemble:
                     " and a later save of the group is whole",
                     now="this one was not committed; the later one goes on",
                     todo="see whether these ranks' agents were killed",
+                )
+            if partial:
+                raise SaveFailed(
+                    f"save of step {job.save.trajectory.step}: no shard from rank(s) {', '.join(map(str, missing))} of {job.config.replica},"
+                    " and none will come: the trainers that were to save it have been replaced",
+                    now="nothing was committed; earlier generations are unchanged",
+                    todo="nothing, if these trainers were killed before they saved it",
                 )
             if not poll.more():
                 raise SaveFailed(

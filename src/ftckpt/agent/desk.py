@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import FtckptError
@@ -27,7 +27,8 @@ class Desk:
         self._wake = wake
         self._lock = threading.Lock()
         self._outbox: list[tuple[int, object]] = []
-        self._flight: set[tuple[int, int]] = set()
+        self._flight: dict[tuple[int, int], tuple[str, int]] = {}  # of each its attempt, and the size of its group
+        self._partial: set[tuple[int, int]] = set()
         self._failed: dict[int, int] = {}
         self._tail: Entry | None = None
         self._log = ""
@@ -51,17 +52,18 @@ class Desk:
         return taken
 
     # ------------------------------------------------------------ saves in flight
-    def begin(self, session: int, ordinal: int) -> None:
-        """A save has come in."""
+    def begin(self, session: int, ordinal: int, attempt: str = "", world: int = 1) -> None:
+        """A save has come in: this rank's part of an attempt of a group of ``world`` ranks."""
         with self._lock:
-            self._flight.add((session, ordinal))
+            self._flight[session, ordinal] = (attempt, world)
 
     def end(self, session: int, ordinal: int, message: m.Committed | m.Dropped | m.Failed) -> bool:
         """A save has come to its end; each ends once: False if it had before."""
         with self._lock:
             if (session, ordinal) not in self._flight:
                 return False
-            self._flight.discard((session, ordinal))
+            del self._flight[session, ordinal]
+            self._partial.discard((session, ordinal))
             if isinstance(message, m.Failed):
                 self._failed[session] = self._failed.get(session, 0) + 1
         self.ended(session, ordinal, isinstance(message, m.Committed))
@@ -78,6 +80,21 @@ class Desk:
         """(session, ordinal) of saves in flight."""
         with self._lock:
             return set(self._flight)
+
+    def attempts(self) -> tuple[str, ...]:
+        """The attempts that saves in flight belong to."""
+        with self._lock:
+            return tuple(sorted({attempt for attempt, _ in self._flight.values()}))
+
+    def leave_whole(self, attempts: Collection[str], world: int) -> None:
+        """Of what is in flight now of groups of ``world`` ranks only these attempts have a part on every rank; no rank writes more of the others."""
+        with self._lock:
+            self._partial |= {key for key, (attempt, size) in self._flight.items() if size == world and attempt not in attempts}
+
+    def partial(self, session: int, ordinal: int) -> bool:
+        """Whether another rank has no part in a save that is in flight, and never will."""
+        with self._lock:
+            return (session, ordinal) in self._partial
 
     def failed(self, session: int) -> int:
         """Saves of a session that have failed."""

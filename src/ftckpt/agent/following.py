@@ -54,6 +54,7 @@ class Following:
         deadline = time.monotonic() + config.receipts_s + config.cursors_s + AFTER_RECEIPTS_S
         poll, looked, durable, absent = Poll(self._desk, config.poll_s, deadline), time.monotonic(), False, 0
         while True:
+            partial = self._desk.partial(job.session, job.save.ordinal)  # before the looks: what is there must not be missed
             try:
                 found = outcome.read(self._store, job)
                 if found is None and not durable and self._store.exists(f"{job.directory}/{MANIFEST}"):
@@ -67,6 +68,8 @@ class Following:
                         absent += answered and (gone or self._own_part_is_there(job))
                     if found is None and gone and absent >= _ADOPT_AFTER:
                         found = outcome.failure(_no_word(job, durable=False))
+                if found is None and partial and not durable:
+                    found = self._without_rank_0(job)
                 if found is None and any(outcome.read(self._store, later) for later in self._later()):
                     # rank 0 works in order: what it has not said by now it will not say
                     found = outcome.read(self._store, job) or self._unsaid(job, durable)
@@ -86,6 +89,13 @@ class Following:
         if found is not None and (found.state == "committed" or durable):
             return found
         return outcome.failure(_no_word(job, durable))
+
+    def _without_rank_0(self, job: Job) -> Outcome | None:
+        """Rank 0's agent has no part in it, or has it no more: what the log shows, which it has told first; None while the log does not answer."""
+        answered, found = self._in_log(job)
+        if not answered or (found is not None and found.state == "committed"):
+            return found
+        return outcome.failure(_no_word(job, durable=False))
 
     def _is_removed(self, job: Job) -> bool:
         """Whether what was there is there no more: a clean-up, maybe another group's, was faster than our looks."""

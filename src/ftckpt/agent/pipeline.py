@@ -95,7 +95,7 @@ class Pipeline:
         """Persist, put together and commit. Raises AgentError if there is no such slot."""
         there = job.save.refused is None
         image = self.slots.hold(job.session, job.save.arena, job.save.slot) if there else memoryview(b"")
-        self.desk.begin(job.session, job.save.ordinal)
+        self.desk.begin(job.session, job.save.ordinal, job.name, job.config.group_world_size)
         if not self._persisting.idle:
             self._persist.niced.hurry()
         self._persisting.put((job, image))

@@ -74,7 +74,9 @@ class Session:
                 if done:
                     pipeline.slots.let_go()
                 pipeline.desk.post(self.number, m.Kept(token=token, images=pipeline.slots.kept()))
-            case m.Drain():
+            case m.Drain(whole=whole):
+                if whole is not None:
+                    pipeline.desk.leave_whole(whole, self.config.group_world_size)
                 self._drains.append(message)
             case m.Bye():
                 self.bye = True
@@ -85,7 +87,8 @@ class Session:
         """Answer what asked for the end of work in flight, if nothing is; also of what an earlier trainer had saved (it is resumed from)."""
         done = not self._pipeline.desk.flight() and self._pipeline.journal.clean
         for drain in [d for d in self._drains if done or (d.written and not self._pipeline.writing)]:
-            self.channel.post(m.Drained(token=drain.token, failed=self._pipeline.desk.failed(self.number)))
+            desk = self._pipeline.desk
+            self.channel.post(m.Drained(token=drain.token, failed=desk.failed(self.number), attempts=desk.attempts()))
             self._drains.remove(drain)
 
     @property

@@ -32,7 +32,8 @@ Signatures (all durations are seconds; every call ends within its timeout or ``c
     .note(kind: str, text: str, detail: dict = {}) -> None
 
     # ends
-    .drain(timeout: float, *, written=False) -> int               nothing in flight any more; number of failed saves
+    .drain(timeout: float, *, whole=None) -> int                  nothing in flight any more; number of failed saves
+    .written(timeout: float) -> tuple[str, ...] | None            what the agent itself holds is durable; attempts in flight then
     .kept(timeout: float, *, done=False) -> tuple[KeptImage, ...]      what it has in memory of a trainer that has died
     .raise_pending() -> None                                      raises a kept background failure, each once
     .owe(error: FtckptError, seen=None) -> None                   one that could not be raised: raise_pending does it, unless seen.reported
@@ -136,17 +137,29 @@ class AgentClient(Outbox):
         return [self._warned.popleft() for _ in range(len(self._warned))]
 
     # ------------------------------------------------------------ ends
-    def drain(self, timeout: float, *, written: bool = False) -> int:
+    def drain(self, timeout: float, *, whole: tuple[str, ...] | None = None) -> int:
         """Wait until nothing is in flight; returns how many saves have failed since this trainer attached.
 
         Args:
-            written: wait only until what this agent itself has to write is durable, whatever else is missing to a commit.
+            whole: the attempts that each rank of the group has its part of, where that is known for certain: others are not waited for.
 
         Raises:
             DeadlineExceeded: work is left.
         """
-        answer = self._inbox.ask(lambda token: self._send(m.Drain(token=token, written=written)), timeout, "end of work in flight")
+        answer = self._inbox.ask(lambda token: self._send(m.Drain(token=token, whole=whole)), timeout, "end of work in flight")
         return answer.failed if isinstance(answer, m.Drained) else 0
+
+    def written(self, timeout: float) -> tuple[str, ...] | None:
+        """Wait until what this agent itself has to write is durable, whatever else is missing to a commit.
+
+        Returns:
+            The attempts that are in flight then, by the generations' directory names; None from an agent of an earlier release.
+
+        Raises:
+            DeadlineExceeded: it is still writing.
+        """
+        answer = self._inbox.ask(lambda token: self._send(m.Drain(token=token, written=True)), timeout, "end of its writing")
+        return answer.attempts if isinstance(answer, m.Drained) else None
 
     def kept(self, timeout: float, *, done: bool = False) -> tuple[m.KeptImage, ...]:
         """What the agent still has in memory of a trainer that has died.

@@ -136,10 +136,15 @@ class Note(_Msg, frozen=True, kw_only=True):
 
 
 class Drain(_Msg, frozen=True, kw_only=True):
-    """Answer ``Drained`` when nothing is in flight any more; with ``written`` when this agent has nothing more to write itself."""
+    """Answer ``Drained`` when nothing is in flight any more; with ``written`` when this agent has nothing more to write itself.
+
+    Args:
+        whole: the attempts of which each rank of the group has its part; of others now in flight no rank writes any more. None: not known.
+    """
 
     token: int
     written: bool = False
+    whole: tuple[str, ...] | None = None
 
 
 class Recall(_Msg, frozen=True, kw_only=True):
@@ -258,10 +263,11 @@ class Journal(_Msg, frozen=True, kw_only=True):
 
 
 class Drained(_Msg, frozen=True, kw_only=True):
-    """Nothing is in flight; ``failed`` counts saves of this trainer that failed since it attached."""
+    """Answer to ``Drain``: how many saves of this trainer failed since it attached, and which attempts are in flight (None: earlier releases)."""
 
     token: int
     failed: int
+    attempts: tuple[str, ...] | None = None
 
 
 class KeptImage(msgspec.Struct, frozen=True, kw_only=True):

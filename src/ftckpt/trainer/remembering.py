@@ -9,11 +9,13 @@ import msgspec
 from ftckpt.errors import DeadlineExceeded, FtckptError, PeerError
 from ftckpt.link.client import AgentClient
 from ftckpt.link.messages import KeptImage
+from ftckpt.trainer.finishing import COMMIT_S
 from ftckpt.trainer.group import Group
 
 logger = logging.getLogger("ftckpt")
 
-ANSWER_S = 10.0  # for an agent's word, or the other ranks': without it what they have is read where it is stored
+ANSWER_S = 10.0  # for an agent's word: without it what it has is read where it is stored
+OTHERS_S = COMMIT_S + 2 * ANSWER_S  # for the other ranks': their agents may still be finishing, and be asked only then
 
 
 class Remembering:
@@ -41,7 +43,7 @@ class Remembering:
         key = f"kept/{self._rounds}"
         try:
             self._group.publish(key, msgspec.json.encode(own))
-            said = self._group.collect(key, deadline=ANSWER_S)
+            said = self._group.collect(key, deadline=OTHERS_S)
             others = [msgspec.json.decode(text, type=tuple[KeptImage, ...]) for text in said]
         except (DeadlineExceeded, PeerError, msgspec.DecodeError) as e:
             logger.warning("resume: other ranks' shards are read where they are stored: %s", e)

@@ -345,8 +345,72 @@ def test_what_a_rank_itself_holds_is_written_whatever_the_other_ranks_do(rig: Ri
     zero = rig.trainer(rank=0, world=2, receipts_s=60.0)
     zero.table = table_of(50_000_000, "model/w0")  # 200 MB: not written in an instant
     handle = zero.save()
-    zero.client.drain(60.0, written=True)
+    assert zero.client.written(60.0) == (handle.location,)
     assert list((rig.tmp / "root").glob("job/generations/*/shard-00000-of-00002.safetensors"))
     assert not handle.done
     with pytest.raises(DeadlineExceeded):  # rank 1 never saved
         zero.client.drain(0.5)
+
+
+@pytest.mark.covers("F2", "I6", "I11")
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_save_that_a_rank_never_gave_its_part_of_is_given_up_once_that_is_known(rig: Rig, absent: int) -> None:
+    ranks = group(rig, receipts_s=120.0)
+    first = [trainer.save() for trainer in ranks]
+    assert [h.wait(15.0) for h in first] == ["committed"] * 2
+    other = ranks[1 - absent]
+    lost = other.save()
+    said = [trainer.client.written(15.0) for trainer in ranks]
+    assert said[absent] == ()
+    assert said[1 - absent] == (lost.location,)
+    assert other.client.drain(15.0, whole=()) == 1
+    with pytest.raises(SaveFailed, match="none will come" if absent else "rank 0's agent of a did not say"):
+        lost.wait(0.0)
+    ranks[absent].step()
+    ranks[absent].saves += 1
+    assert [h.wait(15.0) for h in [trainer.save() for trainer in ranks]] == ["committed"] * 2
+    assert [e.step for e in rig.entries()] == [1, 3]
+
+
+@pytest.mark.covers("I6", "I13")
+def test_a_save_that_every_rank_has_written_is_committed_when_the_log_is_back(rig: Rig) -> None:
+    ranks = group(rig, log_timeout_s=0.3, receipts_s=120.0)
+    assert [h.wait(15.0) for h in [trainer.save() for trainer in ranks]] == ["committed"] * 2
+    outage = Outage(rig.tmp / "log.sqlite3")
+    try:
+        handles = [trainer.save() for trainer in ranks]
+        (whole,) = {trainer.client.written(15.0) for trainer in ranks}
+        assert whole == (handles[0].location,)
+        for trainer in ranks:
+            with pytest.raises(DeadlineExceeded):
+                trainer.client.drain(0.5, whole=whole)
+    finally:
+        outage.end()
+    assert [h.wait(30.0) for h in handles] == ["committed"] * 2
+
+
+@pytest.mark.covers("I6")
+def test_nothing_is_given_up_of_what_others_may_have_written_elsewhere_or_save_later(rig: Rig) -> None:
+    zero, one = group(rig, receipts_s=120.0)
+    first = zero.save()
+    with pytest.raises(DeadlineExceeded):
+        zero.client.drain(0.2)  # a rank's agent did not say what it has
+    with pytest.raises(DeadlineExceeded):
+        zero.client.drain(0.2, whole=(first.location,))
+    second = zero.save()  # after the word: it is of the attempts before
+    assert [one.save().wait(30.0) for _ in range(2)] == ["committed"] * 2
+    assert [h.wait(30.0) for h in (first, second)] == ["committed"] * 2
+
+
+@pytest.mark.covers("I6")
+def test_a_shard_that_is_there_is_counted_whatever_its_agent_remembers(rig: Rig) -> None:
+    zero, one = group(rig, receipts_s=120.0)
+    other = one.save()
+    one.client.written(15.0)
+    os.kill(one.client.agent_pid, signal.SIGKILL)  # a new one knows nothing of it
+    os.kill(zero.client.agent_pid, signal.SIGSTOP)
+    handle = zero.save()
+    assert handle.attempt == other.attempt
+    os.kill(zero.client.agent_pid, signal.SIGCONT)
+    assert zero.client.drain(30.0, whole=()) == 0
+    assert handle.wait(1.0) == "committed"

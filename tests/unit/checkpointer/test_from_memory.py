@@ -71,12 +71,12 @@ def test_with_the_agent_killed_too_it_comes_from_disk(jobs: Jobs) -> None:
     assert "memory" not in told(jobs)[-1]
 
 
-def group(jobs: Jobs, *options: object, **env: str) -> list[Any]:
+def group(jobs: Jobs, *options: object, then: tuple[str, str] = ("", ""), **env: str) -> list[Any]:
     """Two ranks of one group, as processes of their own."""
     port = str(free_port())
     return [
         jobs.start(
-            *options, "--every", 5, "--width", WIDTH, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+            "--every", 5, "--width", WIDTH, "--then", then[rank], *options, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **STAYS | env,
         )
         for rank in (0, 1)
@@ -105,6 +105,32 @@ def test_ranks_of_a_group_read_each_others_memory_on_one_host(jobs: Jobs, shared
     assert all(read["memory"] > 0 for read in reads)
     assert all(read["memory"] + read["store"] >= read["all"] for read in reads)
     assert all((read["store"] == 0) == shared for read in reads)
+
+
+@pytest.mark.covers("F2", "I6", "I9")
+def test_a_save_that_one_rank_was_killed_before_costs_no_waiting_and_leaves_the_one_before_it_in_memory(jobs: Jobs) -> None:
+    first = group(jobs, "--steps", 5, "--every", 4, then=("save-kill", "wait"))
+    try:
+        until_waiting(first[1])
+        jobs.until_committed(4)
+        first[0].wait(30)
+    finally:
+        for process in first:
+            process.kill()
+            process.communicate()
+    said = [communicate(process) for process in group(jobs, "--steps", 6, "--every", 4)]
+    for status, lines, errors in said:
+        assert status == 0, errors
+        assert "unfinished save" not in errors
+        assert "read where they are stored" not in errors
+        assert [line["step"] for line in lines if line["event"] == "resumed"] == [4]
+        (read,) = [line for line in lines if line["event"] == "read"]
+        assert read["memory"] >= read["all"] > 0
+        assert read["store"] == 0
+    with contextlib.closing(open_log(None, job="job", root_url=str(jobs.root))) as log:
+        (failed,) = [e.text for e in log.events() if e.kind == "save-failed"]
+    assert "step 5" in failed
+    assert "none will come" in failed
 
 
 def until_waiting(process: Any) -> str:

@@ -114,7 +114,7 @@ class Agent:
     def warnings(self):
         return ()
 
-    def drain(self, seconds, *, written=False):
+    def drain(self, seconds, *, whole=None):
         self.told.append("drain")
 
     def __getattr__(self, name):
