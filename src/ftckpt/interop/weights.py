@@ -86,8 +86,8 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
             absent.append((key, live, lacking))
             continue
         memory.add(memory_key(live.tensor))
-        wrong = _misfit(live, there[parts[0]], strict, report) if type(adapter).join is Adapter.join else []
-        if not wrong and live.role != "computed":
+        wrong = _misfit(live, there[parts[0]], strict, report, code) if type(adapter).join is Adapter.join else []
+        if not wrong and not is_asked(live):
             why = unwritable(live.tensor) if isinstance(live.tensor, DTensor) else _without_memory(live.tensor)
             wrong = [f"{key} {why}"] if why else []
         problems += wrong
@@ -101,18 +101,22 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
         problems += [f"{key} is missing in the files{_named(key, gone[key])}" for key in report.missing]
         problems += [f"{name} is in the files but unexpected here" for name in report.unexpected]
         remedies |= {LENIENT} if report.missing or report.unexpected else set()
+    if "lenient" in strict and there and scan.tensors and not fills:
+        problems.append(
+            f"nothing would be loaded: no name in the files is one here (there is {next(iter(there))!r}, here is {next(iter(scan.tensors))!r})"
+        )
     raise_all(problems, remedies)
-    read = _read_before(fills, weights, adapter, strict, report)
+    read = _read_before(fills, weights, adapter, strict, report, code)
     given: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for done, (live, parts) in enumerate(fills):
             value = read[done] if done in read else _joined(adapter, live.key, [weights.read(part) for part in parts])
-            late = _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report)
+            late = _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report, code)
             if late:
                 raise Mismatch(
                     "; ".join(late), now=f"{done} of {len(fills)} tensors were loaded: do not use the model", todo="correct the adapter"
                 )
-            if live.role == "computed":
+            if _is_given(live, value, code):
                 given[live.key] = value.clone()
             elif done in read:
                 one, values = single(live.tensor.detach(), value)
@@ -127,14 +131,14 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
 
 
 def _read_before(
-    fills: list[_Fill], weights: Weights, adapter: Adapter, strict: Strictness, report: StateReport
+    fills: list[_Fill], weights: Weights, adapter: Adapter, strict: Strictness, report: StateReport, code: LoadCode
 ) -> dict[int, torch.Tensor]:
     """Values of those, by number, that share memory with each other or in themselves (tied or expanded tensors), which must agree on it.
 
     Raises:
         Mismatch: they do not; nothing was changed.
     """
-    plain = {n: f.live for n, f in enumerate(fills) if f.live.role != "computed" and not isinstance(f.live.tensor, DTensor)}
+    plain = {n: f.live for n, f in enumerate(fills) if not is_asked(f.live) and not isinstance(f.live.tensor, DTensor)}
     storages = Counter(live.tensor.untyped_storage().data_ptr() for live in plain.values() if live.tensor.numel())
     found: dict[int, torch.Tensor] = {}
     late: list[Late] = []
@@ -142,8 +146,8 @@ def _read_before(
     for number, live in plain.items():
         if live.tensor.numel() and (storages[live.tensor.untyped_storage().data_ptr()] > 1 or unwritable(live.tensor)):
             value = _joined(adapter, live.key, [weights.read(part) for part in fills[number].parts])
-            problems += (wrong := _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report))
-            if not wrong:
+            problems += (wrong := _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report, code))
+            if not wrong and not _is_given(live, value, code):
                 found[number] = value
                 late.append(Late(live.key, live.tensor.detach(), value))
     raise_all(problems + settle(Index(()), (), late)[1], _remedies(problems))
@@ -187,7 +191,7 @@ def unwritable(tensor: torch.Tensor) -> str:
 def _without_memory(tensor: torch.Tensor) -> str:
     """Why a live tensor has no memory to be filled; "" if it has."""
     if is_lazy(tensor):
-        return "is not initialised yet (a lazy module)"
+        return "is not initialised yet (a lazy module): run one forward first"
     local = local_of(tensor)
     if local.is_meta:
         return "is on the meta device"
@@ -205,11 +209,11 @@ def _named(key: str, lacking: list[str]) -> str:
     return f" (as {', '.join(lacking)})" if lacking and lacking != [key] else ""
 
 
-def _misfit(live: Live, kind: Kind, strict: Strictness, report: StateReport) -> list[str]:
+def _misfit(live: Live, kind: Kind, strict: Strictness, report: StateReport, code: LoadCode) -> list[str]:
     key, tensor = live.key, live.tensor
-    if live.role == "computed" and key.rpartition(".")[2] == EXTRA:  # its module takes what it gave
+    if key.rpartition(".")[2] == EXTRA:  # its module takes what it gave
         return []
-    if tuple(tensor.shape) != kind.shape:
+    if tuple(tensor.shape) != kind.shape and not code.shapes(live):
         return [f"{key} has shape {tuple(tensor.shape)}, in the files it is {kind.shape}"]
     if tensor.dtype == kind.dtype:
         return []
@@ -219,6 +223,11 @@ def _misfit(live: Live, kind: Kind, strict: Strictness, report: StateReport) -> 
         return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} {_WOULD}"]
     report.cast.append(key)
     return []
+
+
+def _is_given(live: Live, value: torch.Tensor, code: LoadCode) -> bool:
+    """Whether its module takes a value by code of its own: it is not copied into memory."""
+    return is_asked(live) or (live.tensor.shape != value.shape and code.shapes(live))
 
 
 def _remedies(problems: Collection[str]) -> set[str]:

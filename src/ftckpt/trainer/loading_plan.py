@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import Damaged, Mismatch, Unstorable
 from ftckpt.format.leaves import decode_tree
-from ftckpt.trainer.layout import USUAL, check_storable, dtype_name
+from ftckpt.trainer.layout import USUAL, check_storable, dtype_name, is_lazy
 from ftckpt.trainer.naming import decode_torch, local_of, memory_key
 from ftckpt.trainer.overlaps import Late, read_local, single
 from ftckpt.trainer.reading import Sink, lacking, read_whole
@@ -85,7 +85,7 @@ class Part:
         try:
             check_storable(tensor, key)
         except Unstorable as e:
-            self.problem(e.what)
+            self.problem(f"{e.what}: run one forward first" if is_lazy(tensor) else e.what)
             return False
         if type(tensor) in USUAL and tensor.dtype is dtype and tensor.shape == shape:  # most often, and many
             return True

@@ -1,10 +1,12 @@
-"""Loading a module's tensors in place, and what only its own ``state_dict`` can take; changes nothing while planning."""
+"""Loading a module's tensors in place, and what only its own code can take; changes nothing while planning."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -13,27 +15,84 @@ from torch import nn
 
 from ftckpt.format.manifest import StateInfo
 from ftckpt.trainer.cursor import call_user
+from ftckpt.trainer.layout import USUAL, is_lazy
 from ftckpt.trainer.loading_plan import Part
-from ftckpt.trainer.naming import Live, ModuleScan, clean_key, scan_module, state_dict_of
+from ftckpt.trainer.naming import Live, clean_key, scan_module
 from ftckpt.trainer.report import OnMeta
 from ftckpt.trainer.states import State
+from ftckpt.trainer.stored import Stored
 
 EXTRA = "_extra_state"
+
+
+class LoadCode:
+    """Which modules of a state take part in loading by code of their own: hooks, ``_load_from_state_dict``, ``load_state_dict``.
+
+    Args:
+        state: of modules.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._parts = state.parts
+        self._whole = [_is_own(part.load_state_dict) for part in state.parts]
+        self._names = [
+            {clean_key(name) for name, module in part.named_modules(remove_duplicate=False) if _has_own(module)} for part in state.parts
+        ]
+
+    def of(self, part: int) -> bool:
+        """Whether there is any in a part."""
+        return self._whole[part] or bool(self._names[part])
+
+    def shapes(self, live: Live) -> bool:
+        """Whether it may give a tensor another shape than it has now. A parameter keeps its own: its optimizer knows it by it."""
+        if type(live.tensor) not in USUAL or live.role == "param" or is_lazy(live.tensor):
+            return False
+        if live.role == "computed":
+            return self.of(live.part)
+        return self._whole[live.part] or live.key.rpartition(".")[0] in self._names[live.part]
+
+
+def _has_own(module: nn.Module) -> bool:
+    hooks = chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values())
+    return _is_own(module._load_from_state_dict) or any(map(_is_own, hooks))
+
+
+def _is_own(code: Any) -> bool:
+    """Whether it is none of torch's: those find in a ``state_dict`` of the module itself nothing to do, but for observers (``torch.ao``)."""
+    code = getattr(code, "hook", code)
+    while isinstance(code, partial):
+        code = code.func
+    home = getattr(code, "__module__", None) or type(code).__module__
+    return not home.startswith("torch.") or home.startswith("torch.ao.")
+
+
+def is_asked(live: Live) -> bool:
+    """Whether a tensor is a value that ``state_dict`` gives and its module takes, and no memory to be filled."""
+    return live.role == "computed" or live.key.rpartition(".")[2] == EXTRA
 
 
 def plan_module(part: Part, state: State, doc: Mapping[str, Any], info: StateInfo, meta: OnMeta) -> None:
     """Check a module state against what was stored and record what to fill."""
     scan = scan_module(msgspec.structs.replace(state, only_trainable=False))
+    code = LoadCode(state)
     stored = set(part.index.below(f"{part.source}/")) - {key for key in scan.extras if key in doc}
     own = {key for key in stored if not any(key.startswith(f"{extra}/") for extra in doc)} if doc else stored
-    for key in sorted(own - scan.tensors.keys()):
+    asked: dict[str, Live | None] = {key: live for key, live in scan.tensors.items() if is_asked(live)} | dict.fromkeys(scan.extras)
+    for key in sorted(own - scan.tensors.keys() - asked.keys()):
         part.unexpected(key)
-    for key in sorted(doc.keys() - scan.extras.keys()):
+    for key in sorted(doc.keys() - asked.keys()):
         part.unexpected(key)
     fill: dict[str, Live] = {}
+    values: dict[str, Any] = {}
     for key, live in scan.tensors.items():
+        if key in asked:
+            continue
         if key in own:
-            fill[key] = live
+            found = part.stored(key)
+            if found is not None and code.shapes(live) and live.tensor.shape != found.shape:
+                values[key] = _read(part, key, live, found, code)
+            else:
+                fill[key] = live
             if info.partial and live.role == "param" and not live.tensor.requires_grad:
                 part.report.notes.append(f"{key} is frozen here, but was trained when stored: it takes the stored value")
         elif not (info.partial and live.role == "param"):
@@ -45,9 +104,39 @@ def plan_module(part: Part, state: State, doc: Mapping[str, Any], info: StateInf
             part.report.missing.append(key)
     if info.partial:
         part.report.notes.append(f"stored in part: {info.note}")
-    computed = {key: live for key, live in fill.items() if live.role == "computed"}
-    _fill(part, state, {key: live for key, live in fill.items() if live.role != "computed"}, meta)
-    _load_rest(part, state, scan, doc, computed)
+    for key, at in asked.items():
+        found = part.stored(key) if key in own else None
+        if key in doc:
+            values[key] = part.decode(doc[key])
+            part.report.loaded += 1
+        elif found is not None:
+            values[key] = _read(part, key, at, found, code)
+        else:
+            part.missing(key)
+    if (stored or doc) and (scan.tensors or scan.extras) and not (fill or values) and part.lenient:
+        there, here = next(iter(sorted(stored) or doc)), next(chain(scan.tensors, scan.extras))
+        part.problem(f"nothing of it would be loaded: no stored key is one of its own (stored is {there!r}, here is {here!r})")
+    _fill(part, state, fill, meta)
+    if part.report.loaded:
+        part.loads += give_values(state, code, values)
+
+
+def _read(part: Part, key: str, live: Live | None, stored: Stored, code: LoadCode) -> torch.Tensor:
+    """A stored tensor beside the live one, for its module to take; of extra state as it was stored, whatever it is now."""
+    like = live.tensor.detach() if live is not None else torch.empty(0)
+    if live is None or key.rpartition(".")[2] == EXTRA:
+        made = torch.empty(stored.shape, dtype=stored.dtype, device=like.device if not like.is_meta else "cpu")
+    elif code.shapes(live):
+        made = like.new_empty(stored.shape)
+        if like.shape != stored.shape:
+            part.report.notes.append(
+                f"{key} has shape {tuple(like.shape)}, stored is {tuple(stored.shape)}: its module's own code takes it"
+            )
+    else:
+        made = torch.empty_like(like)
+    part.sink(key, stored, made)
+    part.report.loaded += 1
+    return made
 
 
 def _fill(part: Part, state: State, fill: Mapping[str, Live], meta: OnMeta) -> None:
@@ -87,44 +176,29 @@ def _put(module: nn.Module, path: str, new: torch.Tensor) -> None:
         owner._buffers[leaf] = new
 
 
-def _load_rest(part: Part, state: State, scan: ModuleScan, doc: Mapping[str, Any], computed: Mapping[str, Live]) -> None:
-    """Extra state goes to its module; a module that computes its ``state_dict`` gets one whole."""
-    values: dict[str, Any] = {}
-    for key in scan.extras:
-        if key in doc:
-            values[key] = part.decode(doc[key])
-            part.report.loaded += 1
-        else:
-            part.missing(key)
-    given: dict[str, torch.Tensor] = {}
-    for key, live in computed.items():
-        stored = part.stored(key)
-        if stored is not None:
-            given[key] = torch.empty_like(live.tensor.detach())
-            part.sink(key, stored, given[key])
-            part.report.loaded += 1
-    part.loads += give_values(state, scan, values | given)
+def give_values(state: State, code: LoadCode, values: Mapping[str, Any]) -> list[Callable[[], None]]:
+    """Calls that let modules load by their own code, where they have any or must take some of the values: each its whole ``state_dict``
+    with the values in it. Tensors that were filled in place are copied onto themselves, which torch passes over.
 
-
-def give_values(state: State, scan: ModuleScan, values: Mapping[str, Any]) -> list[Callable[[], None]]:
-    """Calls that hand a module what only it can take: extra state to its owner; of a ``state_dict`` of its own all at once.
+    Args:
+        values: by key, what cannot be put into live memory.
 
     Each raises Mismatch if the module does not take it.
     """
-    if not values:
-        return []
-    if all(key.rpartition(".")[2] == EXTRA for key in values):
-        loads: list[Callable[[], None]] = []
-        for key, value in values.items():
-            at: Any = scan.extras.get(key) or scan.tensors[key]
-            owner = state.parts[at.part].get_submodule(at.path.rpartition(".")[0])
-            loads.append(partial(call_user, state.name, owner.set_extra_state, value))
-        return loads
-    return [partial(call_user, state.name, partial(_load_whole, module), values) for module in state.parts]
+    return [
+        partial(call_user, state.name, partial(_load_whole, module), values)
+        for number, module in enumerate(state.parts)
+        if values or code.of(number)
+    ]
 
 
 def _load_whole(module: nn.Module, values: Mapping[str, Any]) -> None:
-    given = copy.copy(state_dict_of(module))  # with its metadata
+    given = copy.copy(module.state_dict())  # with its metadata
     for path in given:
         given[path] = values.get(clean_key(path), given[path])
-    module.load_state_dict(given)
+    options = inspect.signature(module.load_state_dict).parameters.values()
+    lenient = any(option.name == "strict" or option.kind is option.VAR_KEYWORD for option in options)
+    taken = module.load_state_dict(given, strict=False) if lenient else module.load_state_dict(given)
+    left = [path for path in getattr(taken, "unexpected_keys", ()) if clean_key(path) in values]
+    if left:
+        raise ValueError(f"it gives {', '.join(left)} in its state_dict, and its load_state_dict does not take that")
