@@ -13,7 +13,7 @@ from ftckpt.domain.names import cursor_file
 from ftckpt.errors import StoreError
 from ftckpt.format.leaves import encode_leaves
 from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, LEAVES, FileInfo, Intent, StateInfo, encode, sha256
-from ftckpt.format.merging import decode_part, merge_parts
+from ftckpt.format.merging import decode_part, held, merge_parts
 from ftckpt.format.table import TensorTable
 from ftckpt.ports import BlobStore
 
@@ -84,7 +84,7 @@ def put_leaves(
 
     Args:
         documents: of the ranks, in their order; empty where a rank has none.
-        tables: of all shards.
+        tables: of all shards, by rank.
 
     Returns:
         The file, and how each state was stored by what the ranks say (empty where they say nothing).
@@ -93,7 +93,7 @@ def put_leaves(
         Mismatch: ranks have different values under one key.
     """
     given = {rank: decode_part(text, f"leaves of rank {rank}") for rank, text in enumerate(documents) if text not in (b"", b"{}")}
-    merged, infos = merge_parts(given, lambda: [name for t in tables for name in (*(entry.name for entry in t.tensors), *t.aliases)])
+    merged, infos = merge_parts(given, lambda: held(tables))
     leaves = encode_leaves(merged)
     store.put(f"{job.directory}/{LEAVES}", leaves)
     return FileInfo(file=LEAVES, bytes=len(leaves), sha256=sha256(leaves)), infos

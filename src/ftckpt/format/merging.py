@@ -7,7 +7,7 @@ writer has not is not lost. In a sketch a short tree stands as it is and a long 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -15,12 +15,15 @@ import msgspec
 from ftckpt.errors import Damaged, Mismatch, Unstorable
 from ftckpt.format.leaves import LEAVES_VERSION, exact, path_name
 from ftckpt.format.manifest import StateInfo
+from ftckpt.format.table import TensorTable
 
 _SHORT = 1024  # bytes of JSON; up to this a tree is its own sketch
 _MANY = 256  # keys; of a dict with more no key is told apart
 _SHOWN = 20  # differences that a message names
 
 Step = str | int
+Kinds = dict[str, tuple[str, tuple[int, ...]]]  # dtype name and shape of tensors
+Held = Mapping[str, tuple[str, tuple[int, ...], int]]  # the same of tensors that were written, and by which rank
 _Key = tuple[bytes, ...]  # a path by its encoded keys
 
 
@@ -38,21 +41,29 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, Any]
     seen: list[Seen] = []
     infos: dict[str, StateInfo] = {}
+    kinds: Kinds = {}
 
 
-def encode_part(states: Mapping[str, object], seen: Iterable[tuple[tuple[Step, ...], object]], infos: Mapping[str, StateInfo]) -> bytes:
+def encode_part(
+    states: Mapping[str, object],
+    seen: Iterable[tuple[tuple[Step, ...], object]],
+    infos: Mapping[str, StateInfo],
+    kinds: Kinds,
+) -> bytes:
     """A rank's document, as JSON bytes.
 
     Args:
         states: encoded trees that it writes.
         seen: others that it has, each with its place in ``states``.
         infos: how its states are stored.
+        kinds: of the plain tensors in ``seen``, by name.
 
     Raises:
         Unstorable: a tree was not encoded with ``encode_tree``.
     """
     try:
-        return msgspec.json.encode(Part(states=dict(states), seen=[Seen(path, sketch(tree)) for path, tree in seen], infos=dict(infos)))
+        sketches = [Seen(path, sketch(tree)) for path, tree in seen]
+        return msgspec.json.encode(Part(states=dict(states), seen=sketches, infos=dict(infos), kinds=kinds))
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise Unstorable(f"the leaves are not encoded trees: {e}", now="nothing was written") from e
 
@@ -80,6 +91,12 @@ def sketch(tree: object) -> object:
     return {"$same": _digest(text)}
 
 
+def held(tables: Sequence[TensorTable]) -> Held:
+    """What the tables of all ranks, in their order, hold; under aliases too."""
+    found = {entry.name: (entry.dtype, entry.shape, rank) for rank, table in enumerate(tables) for entry in table.all_tensors}
+    return found | {alias: found[name] for table in tables for alias, name in table.aliases.items()}
+
+
 def merge_leaves(docs: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """As ``merge_parts`` of ranks that write all that they have.
 
@@ -89,20 +106,18 @@ def merge_leaves(docs: Sequence[Mapping[str, object]]) -> dict[str, object]:
     return merge_parts({rank: Part(states=dict(doc)) for rank, doc in enumerate(docs)})[0]
 
 
-def merge_parts(
-    parts: Mapping[int, Part], tensors: Callable[[], Collection[str]] = tuple
-) -> tuple[dict[str, object], dict[str, StateInfo]]:
+def merge_parts(parts: Mapping[int, Part], tensors: Callable[[], Held] = dict) -> tuple[dict[str, object], dict[str, StateInfo]]:
     """Put the encoded trees of several ranks together: objects by key, everything else must be the same.
 
     Args:
         parts: of the ranks, in their order.
-        tensors: gives the names of all tensors that were written.
+        tensors: gives all tensors that were written.
 
     Returns:
         Trees by state, and how each state was stored.
 
     Raises:
-        Mismatch: ranks have different values under one key; names all such keys and their ranks.
+        Mismatch: ranks have different values, or tensors of different dtype or shape, under one key; names all such keys and their ranks.
     """
     merger = _Merger(parts)
     merged: dict[str, object] = {}
@@ -168,9 +183,9 @@ class _Merger:
                 found[name] = msgspec.structs.replace(known, partial=partial, empty=empty, note=known.note or info.note)
         return found
 
-    def raise_all(self, tensors: Callable[[], Collection[str]]) -> None:
+    def raise_all(self, tensors: Callable[[], Held]) -> None:
         """Raise everything that does not fit at once."""
-        problems = self._problems
+        problems = self._problems + self._unlike(tensors)
         for path, ranks in self._differing.items():
             holder = next((rank for rank, part in self._parts.items() if rank not in ranks and _there(part, path)), None)
             of = ", ".join(map(str, ranks))
@@ -192,6 +207,23 @@ class _Merger:
                 now="this generation was not put together; earlier ones are unchanged",
                 todo="make it alike on all ranks, register what differs under names of its own, or with scope='replica' what each rank has for itself",
             )
+
+    def _unlike(self, tensors: Callable[[], Held]) -> list[str]:
+        """Tensors that a rank has in another dtype or shape than the one that writes them."""
+        written = tensors() if any(part.kinds for part in self._parts.values()) else {}
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank, part in self._parts.items():
+            for name, kind in part.kinds.items():
+                if name in written and written[name][:2] != kind:
+                    found.setdefault((name, _said(*kind)), []).append(rank)
+        return [
+            f"{name} is {_said(*written[name][:2])} on rank {written[name][2]} and {kind} on rank(s) {', '.join(map(str, ranks))}"
+            for (name, kind), ranks in found.items()
+        ]
+
+
+def _said(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
 
 
 def _pairs_of(node: object) -> list[list[object]] | None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ftckpt.domain.deadlines import Deadlines
 from ftckpt.errors import ConfigError
 from ftckpt.format.manifest import StateInfo
-from ftckpt.format.merging import encode_part
+from ftckpt.format.merging import Kinds, encode_part
 from ftckpt.format.plan import Spec, plan_image
 from ftckpt.trainer.collect import Static, collect_dynamic, collect_static, differing, signature
 from ftckpt.trainer.copying import Copies, SideStreams
@@ -135,13 +135,12 @@ class Capturer:
                 else:
                     copies[number] = held_apart(batch, copies[number])
             if self._leaves is None:
-                self._leaves = encode_part(news.leaves, news.seen, news.infos)
+                self._leaves = encode_part(news.leaves, news.seen, news.infos, news.kinds)
             return Frozen(plan.layout_id, self._leaves, copies, self._pool, goal.address if goal is not None else 0)
 
     def _ask(self, static: Static) -> _News:
         """Everything that is asked for, and what changed since the last time."""
-        trees = self._trees
-        self._trees = None  # of no more use where this fails
+        trees, self._trees = self._trees, None  # of no more use where this fails
         known = trees is not None
         found = collect_dynamic(static, self._mine, trees or Trees())
         moved = known and self._seen is not None and self._seen.changed()
@@ -154,7 +153,8 @@ class Capturer:
             self._seen = Tensors([source.tensor for source in found.sources], graded=True)
         if changed:
             self._leaves = None
-        return _News(found.leaves, found.seen, found.sources, found.infos, signature(found.sources, self._known) if other else None, moved)
+        now = signature(found.sources, self._known) if other else None
+        return _News(found.leaves, found.seen, found.kinds, found.sources, found.infos, now, moved)
 
     def _renew(self, plan: Plan, news: _News) -> None:
         """Let a plan that still fits take the tensors that were given this time."""
@@ -293,6 +293,7 @@ class _News(NamedTuple):
 
     leaves: dict[str, Any]
     seen: list[tuple[tuple[str | int, ...], object]]
+    kinds: Kinds
     sources: list[Source]
     infos: dict[str, StateInfo]
     signature: list[tuple[object, ...]] | None

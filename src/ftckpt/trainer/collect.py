@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ftckpt.errors import Unstorable
 from ftckpt.format.leaves import path_name
 from ftckpt.format.manifest import StateInfo
+from ftckpt.format.merging import Kinds
 from ftckpt.trainer.layout import Claim, Claims, Source, check_storable, dtype_name
 from ftckpt.trainer.naming import (
     clean_key,
@@ -63,7 +64,7 @@ class Dynamic(NamedTuple):
     """What has to be asked for at each save: encoded leaves of this rank (good until the next round), and the tensors in them.
 
     ``trees`` tells what changed since the round before; ``mine`` whether this rank writes a claim. ``seen``: encoded leaves that another
-    rank writes, with their place in the document.
+    rank writes, with their place in the document; ``kinds``: dtype and shape of the tensors in them, by name.
     """
 
     leaves: dict[str, Any]
@@ -72,6 +73,7 @@ class Dynamic(NamedTuple):
     trees: Trees
     mine: Callable[[str], bool]
     seen: list[tuple[tuple[str | int, ...], object]]
+    kinds: Kinds
 
     def put(self, claim: str, doc: object, *path: str) -> None:
         """Take up an encoded value under its place in the document, if it is there for this rank to write."""
@@ -87,6 +89,7 @@ class Dynamic(NamedTuple):
         """A value's encoded form; its tensors are taken up."""
         tree = self.trees.encode(value, prefix, claim, self.mine)
         self.sources.extend(tree.sources)
+        self.kinds.update(tree.kinds)
         return tree.doc
 
 
@@ -196,7 +199,7 @@ def collect_dynamic(static: Static, mine: Callable[[str], bool], trees: Trees) -
         Unstorable: a value cannot be stored faithfully; names its key.
     """
     trees.begin()
-    found = Dynamic({}, [], dict(static.infos), trees, mine, [])
+    found = Dynamic({}, [], dict(static.infos), trees, mine, [], {})
     for state in static.asked:
         _ask_module(found, state)
     for state in static.states:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ftckpt.format.leaftypes import plain_text
 from ftckpt.format.leaves import ATTRIBUTES, MAX_DEPTH, encode_tree, path_name
-from ftckpt.trainer.layout import Source, check_storable
+from ftckpt.format.merging import Kinds
+from ftckpt.trainer.layout import Source, check_storable, dtype_name
 from ftckpt.trainer.naming import TreeEncoder, tensor_node
 
 _ATOMS = frozenset({type(None), bool, int, float, str})  # cannot change; subclasses can
@@ -91,6 +92,7 @@ class Tree:
         replaced: whether it met other tensors, or under other names, than the one before.
         tensors: by name in the table.
         sources: those of them that this rank may write.
+        kinds: dtype and shape of the others, by name.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -102,6 +104,7 @@ class Tree:
         self.changed = self.replaced = True
         self.tensors: dict[str, torch.Tensor] = {}
         self.sources: list[Source] = []
+        self.kinds: Kinds = {}
 
     def update(self, value: object) -> None:
         """Take the value as it is now. After an error the object is of no more use.
@@ -262,6 +265,9 @@ class Trees:
         if tree.replaced:
             writes = mine(claim)
             tree.sources = [Source(name, t, True, claim) for name, t in tree.tensors.items() if writes or isinstance(t, DTensor)]
+            others = {} if writes else tree.tensors
+            kinds = {name: (dtype_name(t.dtype), tuple(t.shape)) for name, t in others.items() if not isinstance(t, DTensor)}
+            tree.changed, tree.kinds = tree.changed or kinds != tree.kinds, kinds
         self._trees[prefix] = tree
         self.changed, self.replaced = self.changed or tree.changed, self.replaced or tree.replaced
         return tree

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ftckpt.errors import DeadlineExceeded, Mismatch
-from ftckpt.format.merging import decode_part, merge_parts
+from ftckpt.format.merging import decode_part, held, merge_parts
 from ftckpt.trainer.capture import Capturer
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.layout import Claim, Ownership, _runs
@@ -37,7 +37,7 @@ def save_together(builds, deadline=10.0):
     tables = [plan.table for plan, _, _ in parts]
     names = [n for t in tables for n in (*(e.name for e in t.tensors), *t.aliases)]
     assert len(names) == len(set(names)), "a name is written twice"
-    leaves, states = merge_parts({rank: part for rank, (_, part, _) in enumerate(parts)}, lambda: names)
+    leaves, states = merge_parts({rank: part for rank, (_, part, _) in enumerate(parts)}, lambda: held(tables))
     return Saved([image_of(p.table, m) for p, _, m in parts], leaves, states or parts[0][0].states), names
 
 
@@ -125,8 +125,14 @@ LONG = list(range(1000))
      ({"lr": [0.1, 0.2]}, r"opt/groups/\w{8}/~i0/options/lr differs between rank 0 and rank\(s\) 1$"), ({"note": ["x", "y"]}, "model/_extra_state/note differs"),
      ({"count": [1, 2]}, r"opt/state/weight/count differs between rank \d and rank\(s\) \d$"), ({"all": [1, 2]}, "opt/loose differs between rank 0"),
      ({"d": [{}, {"t": torch.ones(1)}]}, r"d/in/t is on rank 1 and not on the one that writes, and holds tensors \(d/in/t\)$"),
-     ({"d": [{}, {"t": LONG}]}, "d/in/t is on rank 1 and not on the one that writes, and is long$")],
-    ids=range(12),
+     ({"d": [{}, {"t": LONG}]}, "d/in/t is on rank 1 and not on the one that writes, and is long$"),
+     ({"d": [torch.ones(2), torch.ones(3), torch.ones(3)]}, r"d/in is float32 \[2\] on rank 0 and float32 \[3\] on rank\(s\) 1, 2$"),
+     ({"d": [{"l": LONG, "t": torch.ones(2, dtype=dtype)} for dtype in (torch.int8, torch.bool)]}, r"d/in/t is int8 \[2\] on rank 0 and bool \[2\] on rank\(s\) 1$"),
+     ({"d": [[one := torch.ones(2), one], [torch.ones(2), torch.ones(1)]]}, r"d/in/~i1 is float32 \[2\] on rank 0 and float32 \[1\] on rank\(s\) 1$"),
+     ({"lr": [torch.tensor(0.1), torch.tensor(0.1).double()]}, r"opt/groups/\w{8}/0/lr is float32 \[\] on rank 0 and float64 \[\] on rank\(s\) 1$"),
+     ({"note": [torch.ones(2), torch.ones(2, 1)]}, r"model/_extra_state/note is float32 \[2\] on rank 0 and float32 \[2, 1\] on rank\(s\) 1$"),
+     ({"count": [[torch.ones(2)], [torch.ones(1)]]}, r"opt/state/weight/count/~i0 is float32 \[\d\] on rank \d and float32 \[\d\] on rank\(s\) \d$")],
+    ids=range(18),
 )  # fmt: skip
 def test_a_shared_value_that_is_not_alike_on_all_ranks_is_refused_with_its_key_and_the_ranks(of_ranks, says):
     with pytest.raises(Mismatch, match=f"(?m)  (?:{says})"):
@@ -140,6 +146,33 @@ def test_keys_that_only_some_ranks_have_are_put_together_and_alike_ranks_are_tak
     live = {}
     saved.load(registry(d=live), only=["d"])
     assert same_nested(live["in"], {**value, "a": 1, "b": {"c": 2.5}, "$d": 3})
+
+
+@pytest.mark.covers("F43")
+def test_a_tensor_that_another_rank_writes_is_compared_as_it_is_now():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    trees = [{"t": torch.zeros(2)} for _ in range(2)]
+
+    def one(rank):
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+        with Group(rank, 2, store, 10.0) as group:
+            capturer = Capturer(registry(tree=trees[rank]), group)
+            found = []
+            for now in (torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.float16), torch.zeros(2)):
+                trees[rank]["t"] = now if rank else torch.ones(2)
+                plan, leaves, _ = take(capturer)
+                found.append((plan.table, decode_part(leaves, f"rank {rank}"), leaves))
+            return found
+
+    with ThreadPoolExecutor(2) as pool:
+        rounds = list(zip(*pool.map(one, range(2)), strict=True))
+    for number, ranks in enumerate(rounds):
+        parts, tables = {rank: part for rank, (_, part, _) in enumerate(ranks)}, [table for table, _, _ in ranks]
+        if number == 2:
+            with pytest.raises(Mismatch, match=r"tree/t is float32 \[2\] on rank 0 and float16 \[2\] on rank\(s\) 1"):
+                merge_parts(parts, lambda tables=tables: held(tables))
+        else:
+            merge_parts(parts, lambda tables=tables: held(tables))
 
 
 def test_a_state_that_only_one_rank_has_is_stored_with_its_kind():
