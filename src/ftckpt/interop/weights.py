@@ -78,6 +78,7 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
     used: set[str] = set()
     memory: set[object] = set()
     absent: list[tuple[str, Live, list[str]]] = []
+    raise_all([f"{key} {_without_memory(live.tensor)}" for key, live in scan.tensors.items() if is_lazy(live.tensor)])
     for key, live in scan.tensors.items():
         parts = _parts(adapter, key, there)
         lacking = [part for part in parts if part not in there]
