@@ -119,7 +119,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.mark.slow
 @pytest.mark.covers("A9", "B10", "B17", "A17", "C11")
 def test_the_guide_from_the_first_save_to_the_use_of_a_trained_model(world: World) -> None:
-    saving, handle, ahead, begin, adapter, use, reader, told = blocks("docs/guide.md")
+    saving, handle, ahead, _, begin, adapter, use, reader, told = blocks("docs/guide.md")
     first = world.run(saving)
     assert first["report"].source == "new"
     with world.open() as ckpt:
@@ -164,6 +164,34 @@ def test_the_guide_from_the_first_save_to_the_use_of_a_trained_model(world: Worl
     assert fused.parts("a.qkv.weight", apart) == [*apart] == ["a.q.weight", "a.k.weight", "a.v.weight"]
     assert torch.equal(fused.join("a.qkv.weight", list(apart.values())), weight)
     assert load_file(world.root.parent / "llama" / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.covers("B4", "B10")
+def test_the_guides_average_comes_back_goes_on_and_fills_the_model(world: World) -> None:
+    average = next(code for code in blocks("docs/guide.md") if "AveragedModel" in code)
+    with world.open() as ckpt:
+        first = world.run(average, ckpt=ckpt)
+        ckpt.save(wait=True)
+    ema, model = first["ema"], first["model"]
+    assert ema.n_averaged.item() == ckpt.current_step == 3
+    assert not equal(ema.module.state_dict(), model.state_dict())
+    loaded, filled, other = Net(), Net(), Net()
+    with world.open() as ckpt:
+        again = world.run(average.partition("for batch")[0], ckpt=ckpt, model=other, opt=torch.optim.AdamW(other.parameters()))["ema"]
+    assert equal(again.state_dict(), ema.state_dict())
+    assert ftckpt.load_model("gpt", loaded, root=world.root, state="ema").step == 3
+    with world.open() as ckpt:
+        ckpt.register(model=filled)
+        ckpt.resume(sources={"model": "ema"})
+    assert equal(loaded.state_dict(), ema.module.state_dict())
+    assert equal(filled.state_dict(), ema.module.state_dict())
+    with torch.no_grad():
+        other.norm.weight += 1
+    for averaged in (ema, again):
+        averaged.update_parameters(other)
+    assert again.n_averaged.item() == 4
+    assert equal(again.state_dict(), ema.state_dict())
 
 
 @pytest.mark.slow
