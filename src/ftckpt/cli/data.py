@@ -55,6 +55,7 @@ def audit(
         job = parts.job
         common.require_job(parts.store, job)
         entry = _entry(parts, job, step, generation)
+        live = _is_live(parts, entry)
         given = parts.settings
         base = root_path(given.root) or Path(given.state_dir or given.runtime_dir)
     folder = folder or base / job / FOLDER
@@ -69,6 +70,10 @@ def audit(
     verdict = worst(r.verdict for r in reports.values())
     over = verdict == "exact" and all(r.complete or r.verdict == "nothing" for r in reports.values())
     why, notes = _why(reports, names), _notes(reports, records.faults)
+    if not live:
+        notes.insert(
+            0, f"generation #{entry.index} (step {entry.step}) is on an abandoned branch: its state is not in the job's newest one"
+        )
     if json:
         plain = {
             name or "job": {
@@ -81,7 +86,7 @@ def audit(
         }
         common.print_json(
             {
-                "verdict": verdict, "exact": verdict == "exact", "complete": over, "index": entry.index, "step": entry.step,
+                "verdict": verdict, "exact": verdict == "exact", "complete": over, "index": entry.index, "step": entry.step, "abandoned": not live,
                 "why": why, "notes": notes, "faults": records.faults, "reports": plain,
             }
         )  # fmt: skip
@@ -130,6 +135,16 @@ def _entry(parts: common.Parts, job: str, step: int | None, generation: str | No
     return entry
 
 
+def _is_live(parts: common.Parts, entry: Entry) -> bool:
+    """Whether the newest entry's state goes back to this one's."""
+    from ftckpt.domain.lineage import lineage
+    from ftckpt.flows.select import view
+
+    seen = view(parts.log)
+    path = lineage(seen.entries, seen.tail, (i for i, _ in seen.damaged))
+    return entry.kind != "generation" or seen.tail is None or entry.index in {seen.tail.index, *(e.index for e in path)}
+
+
 def _why(reports: Mapping[str, AuditReport], names: Mapping[int, str]) -> list[str]:
     """What the verdict rests on."""
     from ftckpt.data.epochs import amount, ranges
@@ -151,10 +166,15 @@ def _why(reports: Mapping[str, AuditReport], names: Mapping[int, str]) -> list[s
                 said.append(f"{of}epoch {e.epoch}: {amount(e.repeated)} repeated{_listed(e.repeated)}")
             if e.unknown:
                 said.append(f"{of}epoch {e.epoch}: {amount(e.unknown)} with ids that an epoch does not have{_listed(e.unknown)}")
-            if e.missing:
+            if e.missing and e.state == "unproven":
+                and_so = "its loader does not tell how many it leaves out (drop_last)"
+                said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} not consumed{_listed(e.missing)}, and {and_so}")
+            elif e.missing:
                 said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} missing{_listed(e.missing)}")
-            elif e.state == "wrong" and not (e.repeated or e.unknown):
+            if e.state == "wrong" and e.over and e.of_draws is not None and e.draws < e.of_draws:
                 said.append(f"{of}epoch {e.epoch} is over after {e.draws} of the {e.of_draws} draws that its loader has")
+            elif e.state == "wrong" and e.over and e.of_handed is not None and e.handed < e.of_handed:
+                said.append(f"{of}epoch {e.epoch} is over after {e.handed} of the {e.of_handed} samples that its loader hands out")
         whole = [e for e in r.epochs if e.state == "complete"]
         if numbers := ranges(e.epoch for e in whole):
             which = "epoch" if len(whole) == 1 else "epochs"
@@ -195,7 +215,8 @@ def _print(entry: Entry, reports: Mapping[str, AuditReport], why: list[str], not
             cells = [f"{amount(part)}{_listed(part)}" for part in (e.once, e.repeated, e.missing, e.orphaned)]
             table.add_row(*([name] if name else []), str(e.epoch), *cells, _remark(e))
     out = common.console()
-    out.print(table, markup=False)
+    if table.row_count:
+        out.print(table, markup=False)
     for note in notes:
         out.print(note, markup=False)
     steps = max((r.steps for r in reports.values()), default=0)

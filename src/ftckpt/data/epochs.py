@@ -22,14 +22,16 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         state: "complete": over, and each sample that it was meant to hand out was consumed once. "in progress": not known to be over,
-            and exact so far. "wrong": samples were repeated, or are missing or unknown. "unproven": records lack.
+            and exact so far. "wrong": samples were repeated, or are missing or unknown. "unproven": records lack, or samples were not
+            consumed and its loader does not tell how many it hands out.
         once: consumed exactly once. ``repeated``: more often than was meant.
         missing: not consumed though the epoch is over; those that are known to exist. ``ahead``: not consumed so far.
-        left: left out on purpose (``drop_last``). ``padded``: consumed more than once on purpose.
+        left: left out on purpose (``drop_last``), as many as was meant. ``padded``: consumed more than once on purpose.
         orphaned: used in steps off this trajectory and not consumed on it: lost work that is to be done again.
         unknown: consumed, and not among the ids that an epoch has.
         over: each loader that is known of is known to be through with it.
         samples: that the epoch has, if that is known. ``draws``, ``of_draws``: consumed, and how many there are if that is known.
+        handed, of_handed: samples consumed, as often as they were, and how many loaders are to hand out if that is known.
     """
 
     epoch: int
@@ -46,6 +48,8 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
     samples: int | None = None
     draws: int = 0
     of_draws: int | None = None
+    handed: int = 0
+    of_handed: int | None = None
 
     @property
     def exact(self) -> bool:
@@ -116,34 +120,39 @@ def judge_epoch(epoch: int, seen: Seen, gone: Iterable[Use]) -> EpochAudit:
     lacks = every - counts.keys() - passed
     ends = {s: max(seen.ended.get(s, -1), seen.newest[s] - 1) >= epoch for s in streams}
     over = bool(streams) and all(ends[s] or (part.full if part.of is not None else known and not lacks) for s, part in streams.items())
-    short = any(ends[s] and not part.full and part.of is not None for s, part in streams.items())
+    through = [part for s, part in streams.items() if ends[s] or part.full]
+    fewer = any(part.short or (part.of is not None and not part.full) for part in through)
 
     repeated = {i for i, n in counts.items() if n > 1}
     meant = sum(part.doubled for part in streams.values())
     padded = repeated if sum(counts[i] - 1 for i in repeated) <= meant else set()
     room = [part.left for part in streams.values()]
-    given = not known and repeated == padded and all(part.full for part in streams.values())  # other epochs had other samples
-    if over and (given or None in room or len(lacks) <= sum(n or 0 for n in room)):
+    if over and not fewer and (None in room or len(lacks) <= sum(n or 0 for n in room)):
         passed, lacks = passed | lacks, frozenset()
     unknown = counts.keys() - every
     missing = lacks if over and not seen.lacking else set()
-    wrong = bool(repeated - padded or unknown or missing or (short and not seen.lacking))
+    full = [part.full for part in streams.values()]
+    untold = not known and all(full) and any(part.samples is None for part in streams.values())  # perhaps they are left out on purpose
+    wrong = bool(repeated - padded or unknown or (missing and not untold) or (fewer and not seen.lacking))
     draws = [part.of for part in streams.values()]
+    handed = [part.samples for part in streams.values()]
     return EpochAudit(
         epoch=epoch,
-        state="wrong" if wrong else "unproven" if seen.lacking else "complete" if over else "in progress",
+        state="wrong" if wrong else "unproven" if seen.lacking or missing else "complete" if over else "in progress",
         once=ranges(i for i, n in counts.items() if n == 1),
         repeated=ranges(repeated - padded),
         missing=ranges(missing),
         ahead=ranges(lacks - missing),
         left=ranges(passed),
         padded=ranges(padded),
-        orphaned=ranges({i for u in gone if u.epoch == epoch for i in u.ids} - counts.keys()),
+        orphaned=ranges({i for u in gone if u.epoch == epoch for i in u.ids}),
         unknown=ranges(unknown),
         over=over,
         samples=len(every) if known else None,
         draws=sum(part.draws for part in streams.values()),
         of_draws=None if None in draws or seen.shared else sum(n or 0 for n in draws),
+        handed=sum(len(part.ids) for part in streams.values()),
+        of_handed=None if None in handed else sum(n or 0 for n in handed),
     )
 
 
@@ -155,11 +164,17 @@ class _Part(msgspec.Struct, frozen=True):
     of: int | None
     left: int | None
     doubled: int
+    samples: int | None
 
     @property
     def full(self) -> bool:
         """As many draws as were meant."""
         return self.draws == self.of
+
+    @property
+    def short(self) -> bool:
+        """Fewer samples than were meant: a draw may have less than it should."""
+        return self.samples is not None and len(self.ids) < self.samples
 
 
 def _part(stream: Stream, uses: list[Use]) -> _Part:
@@ -168,7 +183,7 @@ def _part(stream: Stream, uses: list[Use]) -> _Part:
     for use in uses:
         draws[use.before, use.member, use.nonce, use.ordinal, (use.plan or NO_PLAN).part, use.ids] = use
     plans = {u.plan or NO_PLAN for u in uses}
-    of = {plan.of for plan in plans}
+    of, samples = {plan.of for plan in plans}, {plan.samples for plan in plans}
     left = [plan.left for plan in plans]
     return _Part(
         ids=tuple(i for u in draws.values() for i in u.ids),
@@ -176,15 +191,21 @@ def _part(stream: Stream, uses: list[Use]) -> _Part:
         of=of.pop() if len(of) == 1 and stream != ORDER else None,
         left=None if None in left else max((n or 0 for n in left), default=0),
         doubled=max((plan.doubled for plan in plans), default=0),
+        samples=samples.pop() if len(samples) == 1 and stream != ORDER else None,
     )
 
 
 def lost(off: Iterable[Use], consumed: Iterable[Use]) -> list[Use]:
-    """Of uses off the trajectory those that have samples which were not consumed on it."""
+    """Of uses off a trajectory those that have samples which were not consumed, with these samples alone.
+
+    Args:
+        consumed: uses along the trajectory, and along those that go on from it.
+    """
     had: dict[int, set[int]] = {}
     for use in consumed:
         had.setdefault(use.epoch, set()).update(use.ids)
-    return [u for u in off if set(u.ids) - had.get(u.epoch, set())]
+    left = ((u, tuple(i for i in u.ids if i not in had.get(u.epoch, ()))) for u in off)
+    return [msgspec.structs.replace(u, ids=ids) for u, ids in left if ids]
 
 
 def stream_of(use: Use) -> Stream:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ftckpt.data.records import Plan
 from ftckpt.errors import ConfigError
@@ -51,17 +51,20 @@ def plan_of(loader: object, owner: str = "") -> Plan:
         return Plan(owner, left=drops)
     if isinstance(loader.dataset, IterableDataset):
         return Plan(owner, left=drops)
-    batches = loader.batch_sampler
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler  # whichever gives lists of ids
     draws = _length(loader)
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
     data, order, size = _length(loader.dataset), _length(sampler), getattr(batches, "batch_size", None)
-    if getattr(sampler, "replacement", False):
-        return Plan(owner, of=draws, left=None, doubled=order or 0)
+    samples = order if batches is None or type(batches).__name__ == "BatchSampler" else None  # another kind may leave some out by itself
     if getattr(batches, "drop_last", False):
         drops = order % size if order is not None and isinstance(size, int) and size > 0 else None
+        samples = None if samples is None or drops is None else samples - drops
+    if getattr(sampler, "replacement", False):
+        return Plan(owner, of=draws, left=None, doubled=order or 0, samples=samples)
     if data is None or order is None:
-        return Plan(owner, of=draws, left=drops)
-    return Plan(owner, of=draws, left=None if drops is None else drops + max(0, data - order), doubled=_doubled(sampler, order, data))
+        return Plan(owner, of=draws, left=drops, samples=samples)
+    left = None if drops is None else drops + max(0, data - order)
+    return Plan(owner, of=draws, left=left, doubled=_doubled(sampler, order, data), samples=samples)
 
 
 def sample_ids(given: Any, samples: int) -> tuple[int, ...]:

@@ -27,8 +27,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         since: step of the earliest state that the records reach; None: they do not lead to this state at all.
         epochs: per epoch.
         unrecorded: (step, member) of contributions of which not all was recorded.
-        orphaned: uses off this trajectory whose samples were not consumed on it either, as (member, ordinal): lost work
-            that is to be done again, or is being done.
+        orphaned: uses off this trajectory whose samples were consumed neither on it nor by steps after this state, as (member,
+            ordinal): lost work that is to be done again, or is being done.
         after: uses in steps after this state, as (member, ordinal): not judged here.
         unplaced: uses of which the records do not say where they belong, as (member, ordinal).
     """
@@ -45,10 +45,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """The worst that is proven: samples repeated, missing or unknown; else that records lack, or that no step used data."""
+        """The worst that is proven: samples repeated, missing or unknown; else that it is not shown, or that no step used data."""
         if any(e.state == "wrong" for e in self.epochs):
             return "wrong"
-        if self.unrecorded or not self.whole:
+        if self.unrecorded or not self.whole or any(e.state == "unproven" for e in self.epochs):
             return "unproven"
         return "exact" if self.steps else "nothing"
 
@@ -118,7 +118,9 @@ def judge_audit(
             places[place.of(use.before)].append(use)
     whole = (chain[0].before if chain else newest) == origin
     seen = Seen(consumed, mine, tuple(ids), [e for e in set(ends) if place.on(e.at)], drawn, lacking=bool(unrecorded) or not whole)
-    gone = lost(places["off"], consumed)
+    made_of = {(link.before, member, nonce) for link in links.values() for member, nonce in link.parts}
+    later = [u for u in places["after"] if (u.before, u.member, u.nonce) in made_of]
+    gone = lost(places["off"], [*consumed, *later])
     numbers = sorted({u.epoch for u in consumed} | {u.epoch for u in gone})
     return AuditReport(
         steps=steps,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
 
+from ftckpt.data.selection import digest_of, indices_of
 from ftckpt.data.whole import number_of
 from ftckpt.errors import DataError
 
@@ -25,11 +27,15 @@ _SETTINGS = (
 )  # of loaders and samplers, torch's and others'
 
 
+_LATER = ("generator", "indices", "weights")  # what orders of earlier releases do not have: compared where both have it
+
+
 def order_of(loader: object) -> Order:
     """What decides the order of a loader's samples.
 
-    A seed that a torch generator gives is not in it: it is part of the position, and put back with it. The number of workers is where
-    the order depends on it: iterable data sets, which workers share out, and torchdata's loaders, whose position is their workers'.
+    A seed that a torch generator gives is not in it: it is part of the position, and put back with it; which streams of random numbers
+    there are is. The number of workers is where the order depends on it: iterable data sets, which workers share out, and torchdata's
+    loaders, whose position is their workers'.
     """
     found: Order = {"kind": _kind(loader)}
     dataset = getattr(loader, "dataset", None)
@@ -49,7 +55,21 @@ def order_of(loader: object) -> Order:
         found |= {key: value for key in _SETTINGS if (value := _plain(getattr(part, key, None))) is not None}
     if sampler is not None and not iterable and (taken := _length(sampler)) is not None and taken != length:
         found["samples_per_epoch"] = taken
+    if isinstance(loader, DataLoader) and not keeps_order(loader) and not isinstance(sampler, SequentialSampler | DistributedSampler):
+        found["generator"] = _streams(loader=loader, batch_sampler=batches, sampler=sampler)
+    if dataset is not None and not iterable:
+        found["indices"] = indices_of(sampler, dataset)
+    if isinstance(sampler, WeightedRandomSampler):
+        found["weights"] = digest_of(sampler.weights)
     return found
+
+
+def keeps_order(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's state has its sampler's: a torchdata loader, and a sampler of torchdata's or one with a state of its own."""
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    stateful = type(sampler).__module__.startswith("torchdata.") or callable(getattr(sampler, "state_dict", None))
+    return _kind(loader) == "StatefulDataLoader" and stateful
 
 
 def shared_order(*, length: int, shuffle: bool, seed: int) -> Order:
@@ -59,7 +79,7 @@ def shared_order(*, length: int, shuffle: bool, seed: int) -> Order:
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What two loaders' orders have differently, for a message; "" where they are the same."""
-    keys = ["kind"] if then.get("kind") != now.get("kind") else sorted({*then, *now})
+    keys = ["kind"] if then.get("kind") != now.get("kind") else sorted({*then, *now} - {k for k in _LATER if k not in then or k not in now})
     return ", ".join(f"{k} {_word(then, k)} then, {_word(now, k)} now" for k in keys if then.get(k) != now.get(k))
 
 
@@ -95,6 +115,18 @@ def _kind(loader: object) -> str:
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return "loader with state_dict"
     return "iterator" if isinstance(loader, Iterator) else "iterable"
+
+
+def _streams(**parts: object) -> str:
+    """Which of a loader's parts have a generator, and which share one: what has none draws from torch's global stream."""
+    owners: dict[int, str] = {}
+    said = []
+    for name, part in parts.items():
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            owner = owners.setdefault(id(generator), name)
+            said.append(f"{name}'s own" if owner == name else f"{name} with the {owner}'s")
+    return " and ".join(said) or "global"
 
 
 def _plain(value: object) -> str | int | None:

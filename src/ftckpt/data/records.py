@@ -16,6 +16,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
         of: samples of an epoch of the shared order, draws of an epoch of another; None: not known.
         left: how many samples an epoch leaves out on purpose (``drop_last``, a sampler shorter than its data set); None: any number.
         doubled: how many an epoch repeats on purpose (a sampler longer than its data set, or one with replacement).
+        samples: how many an epoch hands out, those that it repeats included; None: not known.
     """
 
     loader: str = ""
@@ -23,6 +24,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     of: int | None = None
     left: int | None = 0
     doubled: int = 0
+    samples: int | None = None
 
 
 class Use(msgspec.Struct, frozen=True, array_like=True, tag="use/1"):

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ftckpt.data.intent import plan_of
-from ftckpt.data.order import Order, order_of, refuse
+from ftckpt.data.order import Order, keeps_order, order_of, refuse
 from ftckpt.data.records import Plan
 from ftckpt.errors import DataError
 from ftckpt.trainer.inline import decode_value, encode_value
@@ -76,6 +76,7 @@ class Reel:
         self._iterator: Iterator[Any] | None = None
         self._seed = _initial_seed(loader)
         self._failed = False  # a draw has raised
+        self._begun = False  # an epoch of a torchdata loader, by a snapshot before its first draw
         self._plan: tuple[int, Callable[[], Plan]] | None = None  # of which epoch
         self.epoch = 0
         self.index = 0
@@ -153,6 +154,7 @@ class Reel:
             if self.index == 0 and self._iterator is None:
                 with self._epoch_begins():  # the first state of a torchdata loader begins the epoch
                     state = self._loader.state_dict()  # type: ignore[attr-defined]
+                self._begun = True
             else:
                 state = self._loader.state_dict()  # type: ignore[attr-defined]
         spot = Spot(epoch=self.epoch, index=self.index, seed=self._seed, order=self._order, state=encode_value(state, "loader"))
@@ -173,7 +175,7 @@ class Reel:
                 now="the loader was not moved",
                 todo="register the loader of before",
             )
-        self._seed = spot.seed
+        self._seed, self._begun = spot.seed, False
         if not self._stateful:
             self._recount(spot.epoch, spot.index)
             return
@@ -191,7 +193,7 @@ class Reel:
 
     def restart(self) -> None:
         """Begin anew: the next draw is the first of the first epoch."""
-        self.epoch, self.index, self._iterator = 0, 0, None
+        self.epoch, self.index, self._iterator, self._begun = 0, 0, None, False
 
     def close(self) -> None:
         """Let the loader's iterator, and with it its workers, go. It is restored before it is drawn from again."""
@@ -203,6 +205,10 @@ class Reel:
             return next(self._iterator)
         with self._epoch_begins():  # samplers draw their seed with the first batch
             self._iterator = iter(self._loader)
+            if self._begun and isinstance(self._loader, DataLoader) and not keeps_order(self._loader):
+                # It drew its seed when it began: samplers find the stream as if it did now.
+                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            self._begun = False
             return next(self._iterator)
 
     def _recount(self, epoch: int, index: int) -> None:

@@ -374,6 +374,9 @@ def test_steps_after_a_state_are_not_lost_work() -> None:
     report = judge_audit(uses, made, "a", "o")
     assert (report.orphaned, report.after, report.unplaced) == ((), ((1, 2), (1, 3)), ((1, 4),))
     assert report.epochs[0].orphaned == ()
+    left = [use("o", 7, 1, 8), *uses]  # of an attempt that was not committed
+    report = judge_audit(left, made, "a", "o")
+    assert (report.orphaned, report.epochs[0].orphaned) == (((1, 1),), ((8, 8),))  # a later step used 1, and none 8
     again = [*made, Made("a", "a'", 1, ()), Made("a'", "d", 2, ((1, 6),))]
     report = judge_audit([*uses, use("a'", 6, 7, ordinal=2)], again, "d", "o")  # b and c were left behind
     assert (report.orphaned, report.after) == (((1, 2), (1, 3)), ())

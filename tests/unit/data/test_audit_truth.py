@@ -46,10 +46,11 @@ class History:
         shared: one order for all, else a loader for each rank.
         told: loaders say how long their epochs are.
         bad: loaders sometimes hand out a batch that they handed out before in its place.
+        thin: batches sometimes come without some of their samples.
     """
 
-    def __init__(self, dice: random.Random, *, shared: bool, told: bool, bad: bool = False) -> None:
-        self.dice, self.shared, self.bad = dice, shared, bad
+    def __init__(self, dice: random.Random, *, shared: bool, told: bool, bad: bool = False, thin: bool = False) -> None:
+        self.dice, self.shared, self.bad, self.thin = dice, shared, bad, thin
         self.members = list(range(1, dice.randint(2, 4)))
         self.ranks = dice.choice([1, 1, 2])
         self.size, self.batch, self.epochs = dice.randint(3, 9), dice.randint(1, 3), dice.randint(1, 3)
@@ -81,7 +82,10 @@ class History:
     def plan(self) -> Plan:
         if self.shared:
             return Plan(SHARED, -1, self.size)
-        return Plan(of=self.per_epoch if self.told else None, left=(self.size % self.batch if self.told else None) if self.drop else 0)
+        if not self.told:
+            return Plan(left=None if self.drop else 0)
+        left = self.size % self.batch if self.drop else 0
+        return Plan(of=self.per_epoch, left=left, samples=self.size - left)
 
     # ------------------------------------------------------------------ what happens
     def attempt(self) -> None:
@@ -116,6 +120,8 @@ class History:
                 before = self.own(member, rank, ordinal - 1) if ordinal > 1 else None
                 if self.bad and before is not None and before.epoch == d.epoch and self.dice.random() < 0.1:
                     d, self.spoiled = d._replace(ids=before.ids), True
+                if self.thin and len(d.ids) > 1 and self.dice.random() < 0.1:
+                    d, self.spoiled = d._replace(ids=d.ids[1:]), True
                 found.append(d)
         return found
 
@@ -227,6 +233,9 @@ def placed(h: History, state: State, report: AuditReport) -> None:
     behind = {s.h for s in h.states if s.h == state.h or any(before == state.h for before, _, _ in s.path)}
     loose = [u for u in h.uses if u.ordinal and not on_path(state, u)]
     assert {(u.member, u.ordinal) for u in loose if u.before in behind} == set(report.after)
+    for later in h.states:
+        if later.h in behind:  # what those made is not lost either
+            consumed |= {(epoch, i) for epoch, c in h.counts(later).items() for i in c}
     gone = {(u.member, u.ordinal) for u in loose if u.before not in behind and any((u.epoch, i) not in consumed for i in u.ids)}
     assert gone == set(report.orphaned)
 
@@ -241,6 +250,24 @@ def test_a_loader_that_repeats_is_always_seen(dice: random.Random, told: bool, m
     repeated = any(n > 1 for c in h.counts(h.live).values() for n in c.values())
     compare(h, h.live, report)
     assert (report.verdict == "wrong") >= repeated
+
+
+@given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+@pytest.mark.covers("I4", "I12")
+def test_samples_that_a_batch_came_without_are_never_called_complete(dice: random.Random, told: bool, moves: int) -> None:
+    h = History(dice, shared=False, told=told, thin=True)
+    h.play(moves)
+    report = judge_audit(h.uses, h.made, h.live.h, ORIGIN, ends=h.ends)
+    compare(h, h.live, report)
+    truth, recorded = h.counts(h.live), {i for u in h.uses for i in u.ids}
+    for e in report.epochs:
+        meant = [(m, r, h.order(m, r, e.epoch)) for m, r in {(u.member, u.rank) for u in h.uses if u.ordinal}]
+        lost = {i for _, _, order in meant for i in order[: h.per_epoch * h.batch]} - truth.get(e.epoch, Counter()).keys()
+        if lost and (told or (not h.drop and lost & recorded)):
+            assert e.state != "complete"
+        if told or not h.drop:
+            assert not lost.intersection(numbers(e.left))
 
 
 @given(st.randoms(use_true_random=False), st.booleans(), st.booleans(), st.integers(1, 30), st.booleans())

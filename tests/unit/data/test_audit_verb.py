@@ -12,6 +12,7 @@ import pytest
 from ftckpt import cli
 from ftckpt.data.audit import AuditWriter
 from ftckpt.data.records import SHARED, Plan
+from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import member_id
 from unit.flows.flowkit import JOB, World, world
 
@@ -176,6 +177,50 @@ def test_older_generation_is_judged_by_its_own_past(job: World, capfd: pytest.Ca
     assert audit(job.root, capfd)[0] == 15
     assert audit(job.root, capfd, "--step", "2")[0] == 0
     assert audit(job.root, capfd, "--generation", "0")[0] == 0
+
+
+@pytest.mark.covers("I4", "I12")
+def test_generation_on_an_abandoned_branch_is_said_to_be(job: World, capfd: pytest.CaptureFixture[str]) -> None:
+    record(job, {A: [(1, 0, [0]), (2, 0, [1]), (3, 0, [2])]}, 4)
+    first, newest = job.entries[0], job.entries[-1]
+    opened = job.states[0].open("00000009")
+    job.log.append(
+        Entry(
+            index=-1, kind="open", log="", step=2, trajectory=opened.h, prev=newest.index, base=first.index, attempt="00000009", writer="b"
+        ),
+        expect_tail=newest.index,
+    )  # fmt: skip
+    word = "generation #1 (step 4) is on an abandoned branch"
+    status, report, _ = audit(job.root, capfd, "--step", "4", "--json")
+    assert (status, report["abandoned"]) == (0, True)
+    assert word in audit(job.root, capfd, "--generation", "1")[1]
+    status, report, _ = audit(job.root, capfd, "--generation", "0", "--json")
+    assert (status, report["abandoned"], report["notes"]) == (0, False, ["1 draw of steps after this state, not judged here"])
+
+
+@pytest.mark.covers("I12")
+def test_samples_that_a_full_number_of_draws_came_without_are_missing(job: World, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(of=2, samples=4)
+    record(job, {A: [(1, 0, [0, 1]), (2, 0, [2, 3]), (3, 1, [0, 1]), (4, 1, [2])]}, 4, plan)
+    status, report, err = audit(job.root, capfd, "--json")
+    assert (status, [(e["missing"], e["left"]) for e in report["reports"]["job"]["epochs"]]) == (15, [([], []), ([[3, 3]], [])])
+    assert "epoch 1: 1 missing (3); epoch 1 is over after 3 of the 4 samples that its loader hands out" in err
+    assert "on purpose" not in err
+
+
+@pytest.mark.covers("I12")
+def test_loader_that_does_not_tell_its_samples_proves_nothing_of_those_it_leaves(job: World, capfd: pytest.CaptureFixture[str]) -> None:
+    record(job, {A: [(1, 0, [0, 1]), (2, 0, [2]), (3, 1, [0, 2]), (4, 1, [1, 3])]}, 4, Plan(of=2))
+    status, report, err = audit(job.root, capfd, "--json")
+    assert (status, report["verdict"]) == (15, "unproven")
+    assert "epoch 0: 1 not consumed (3), and its loader does not tell how many it leaves out (drop_last)" in err
+
+
+def test_state_without_epochs_has_no_table(job: World, capfd: pytest.CaptureFixture[str]) -> None:
+    record(job, {A: []}, 4)
+    status, text, _ = audit(job.root, capfd)
+    assert (status, "consumed once" in text) == (3, False)
+    assert "step 4 (#1): 0 steps with samples judged: no step used samples" in text
 
 
 def test_replicas_whose_epochs_do_not_begin_together(job: World, capfd: pytest.CaptureFixture[str]) -> None:

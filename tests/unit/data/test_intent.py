@@ -42,6 +42,7 @@ from ftckpt.trainer.samples import KEPT, SampleLedger
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
 N, BATCH = 23, 4
 DATA: Any = list(range(N))
+TENSOR: Any = torch.arange(N)
 
 
 class Stream(IterableDataset[int]):
@@ -50,7 +51,14 @@ class Stream(IterableDataset[int]):
 
 
 class Pairs(Sampler[list[int]]):
-    """A batch sampler of somebody's own that leaves the odd one out and does not say so."""
+    """A batch sampler of somebody's own that leaves the odd one out.
+
+    Args:
+        drop_last: it says so.
+    """
+
+    def __init__(self, drop_last: bool) -> None:
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(N).tolist()
@@ -82,19 +90,22 @@ def padding(rank: int, **more: Any) -> Any:
 
 Make = Callable[[], Any]
 LOADERS: dict[str, tuple[Make, Plan]] = {
-    "whole": (lambda: DataLoader(DATA, batch_size=BATCH, shuffle=True), Plan(of=6)),
-    "stateful": (lambda: StatefulDataLoader(DATA, batch_size=BATCH, shuffle=True), Plan(of=6)),
-    "one by one": (lambda: DataLoader(DATA, batch_size=None, shuffle=True), Plan(of=23)),
-    "drop_last": (lambda: StatefulDataLoader(DATA, batch_size=BATCH, shuffle=True, drop_last=True), Plan(of=5, left=3)),
-    "drop_last of none": (lambda: DataLoader(DATA[:20], batch_size=BATCH, drop_last=True), Plan(of=5)),
-    "padding": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=padding(2)), Plan(of=2, left=15, doubled=1)),
-    "padding, another rank": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=padding(0)), Plan(of=2, left=15)),
-    "dropping": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=padding(2, drop_last=True)), Plan(of=2, left=16)),
-    "subset": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=SubsetRandomSampler(range(10))), Plan(of=3, left=13)),
-    "more than all": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=RandomSampler(DATA, num_samples=30)), Plan(of=8, doubled=7)),
-    "replacement": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=WeightedRandomSampler([1.0] * N, 25)), Plan(of=7, left=None, doubled=25)),
-    "batch sampler": (lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 5, True)), Plan(of=4, left=3)),
-    "own batch sampler": (lambda: DataLoader(DATA, batch_sampler=Pairs()), Plan(of=11)),
+    "whole": (lambda: DataLoader(DATA, batch_size=BATCH, shuffle=True), Plan(of=6, samples=23)),
+    "stateful": (lambda: StatefulDataLoader(DATA, batch_size=BATCH, shuffle=True), Plan(of=6, samples=23)),
+    "one by one": (lambda: DataLoader(DATA, batch_size=None, shuffle=True), Plan(of=23, samples=23)),
+    "drop_last": (lambda: StatefulDataLoader(DATA, batch_size=BATCH, shuffle=True, drop_last=True), Plan(of=5, left=3, samples=20)),
+    "drop_last of none": (lambda: DataLoader(DATA[:20], batch_size=BATCH, drop_last=True), Plan(of=5, samples=20)),
+    "padding": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=padding(2)), Plan(of=2, left=15, doubled=1, samples=8)),
+    "padding, another rank": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=padding(0)), Plan(of=2, left=15, samples=8)),
+    "dropping": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=padding(2, drop_last=True)), Plan(of=2, left=16, samples=7)),
+    "subset": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=SubsetRandomSampler(range(10))), Plan(of=3, left=13, samples=10)),
+    "more than all": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=RandomSampler(DATA, num_samples=30)), Plan(of=8, doubled=7, samples=30)),
+    "replacement": (lambda: DataLoader(DATA, batch_size=BATCH, sampler=WeightedRandomSampler([1.0] * N, 25)), Plan(of=7, left=None, doubled=25, samples=25)),
+    "batch sampler": (lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 5, True)), Plan(of=4, left=3, samples=20)),
+    "own batch sampler": (lambda: DataLoader(DATA, batch_sampler=Pairs(True)), Plan(of=11, left=None)),
+    "batches as samples": (
+        lambda: DataLoader(TENSOR, batch_size=None, sampler=BatchSampler(RandomSampler(DATA), 5, False)), Plan(of=5, samples=23)
+    ),
     "stream": (lambda: DataLoader(Stream(), batch_size=BATCH), Plan()),
     "stream, drop_last": (lambda: DataLoader(Stream(), batch_size=BATCH, drop_last=True), Plan(left=None)),
     "plain": (Plain, Plan(left=None)),
@@ -239,11 +250,57 @@ def test_killed_and_resumed_job_is_complete_whatever_its_loader_leaves_out(kind:
     report = job.audit()
     assert [e.state for e in report.epochs] == ["complete"] * 3, report
     for e in report.epochs:
-        assert amount(e.left) == 0 or plan.left != 0 or kind == "own batch sampler"
+        assert amount(e.left) == 0 or plan.left != 0
         assert (e.draws, e.of_draws) == ((plan.of,) * 2 if plan.of is not None else (e.draws, None))
-    if plan.left == plan.doubled == 0 and kind not in ("own batch sampler", "drop_last of none"):
+    if plan.left == plan.doubled == 0 and kind != "drop_last of none":
         assert job.audit(*DATA).complete
         assert job.audit(*DATA, 99).epochs[0].missing == ((99, 99),)
+
+
+def without(*bad: int) -> Callable[[Any], Any]:
+    """A collate_fn that passes over samples that could not be read."""
+    return lambda batch: [i for i in batch if i not in bad]
+
+
+@pytest.mark.covers("I4", "I12")
+@pytest.mark.parametrize("kind", ["whole", "drop_last", "padding", "subset", "replacement"])
+@pytest.mark.parametrize("ever", [False, True])
+def test_samples_that_batches_come_without_are_lost_and_not_left_out_on_purpose(kind: str, ever: bool, tmp_path: Path) -> None:
+    make, plan = LOADERS[kind]
+    loader, bad = make(), 7
+    loader.collate_fn = without(bad) if ever else list
+    job = Job(tmp_path, lambda: loader)
+    job.run(2 * (plan.of or 0))
+    loader.collate_fn = without(bad)
+    job.run()
+    epochs = job.audit().epochs
+    if kind in ("whole", "subset"):  # others need not take it in each epoch
+        assert [(e.of_handed or 0) - e.handed for e in epochs] == [int(ever), int(ever), 1]
+        assert [e.missing for e in epochs] == ([()] * 3 if ever else [(), (), ((7, 7),)])
+        assert all(e.left == () for e in epochs)
+    assert [e.state for e in epochs] == ["wrong" if (e.of_handed or 0) > e.handed else "complete" for e in epochs]
+
+
+@pytest.mark.covers("I12")
+def test_batch_sampler_that_does_not_say_that_it_leaves_some_out_is_not_taken_to_do_so_on_purpose(tmp_path: Path) -> None:
+    job = Job(tmp_path, lambda: DataLoader(DATA, batch_sampler=Pairs(False)))
+    job.run()
+    report = job.audit()
+    assert (report.verdict, {amount(e.left) for e in report.epochs}) == ("unproven", {0})
+    assert [(e.state, amount(e.missing)) for e in report.epochs] == [("unproven", 1)] * 3
+    assert job.audit(*DATA).verdict == "wrong"
+
+
+@pytest.mark.covers("I12")
+def test_another_data_set_of_the_same_length_in_the_middle_of_an_epoch_is_seen(tmp_path: Path) -> None:
+    off = [0]
+    job = Job(tmp_path, lambda: DataLoader(TENSOR + off[0], batch_size=BATCH), epochs=2)
+    job.run(3)
+    job.save()
+    off[0] = 100
+    job.start()
+    job.run()
+    assert [(e.state, e.left, e.missing) for e in job.audit().epochs] == [("wrong", (), ((100, 111),)), ("wrong", (), ((0, 11),))]
 
 
 @pytest.mark.covers("I12")

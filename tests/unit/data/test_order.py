@@ -9,7 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ftckpt.data.elastic import ElasticLoader
@@ -56,6 +67,18 @@ def distributed(**options: Any) -> Make:
     return lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, **told))
 
 
+def generator(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def part(indices: Any) -> Make:
+    return lambda: DataLoader(Subset(DATA, indices), batch_size=4, shuffle=True)
+
+
+def weighted(*weights: float) -> Any:
+    return WeightedRandomSampler(weights, N, replacement=False)
+
+
 CHANGES: dict[str, tuple[Make, Make, str]] = {
     "size": (torch_loader(), torch_loader(batch_size=8), "batch_size 4 then, 8 now"),
     "size of another type": (lambda: Own(np.int64(4)), lambda: Own(np.int64(8)), "batch_size 4 then, 8 now"),
@@ -80,6 +103,32 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
         lambda: DataLoader(Stream(), batch_size=4), lambda: DataLoader(Stream(), batch_size=4, num_workers=2), "num_workers 0 then, 2 now",
     ),
     "workers of torchdata": (stateful(), stateful(num_workers=2), "num_workers 0 then, 2 now"),
+    "a generator's stream": (
+        lambda: torch_loader(shuffle=True, generator=generator())(), torch_loader(shuffle=True),
+        "generator loader's own and sampler with the loader's then, global now",
+    ),
+    "torch's stream": (
+        torch_loader(shuffle=True), torch_loader(sampler=RandomSampler(DATA, generator=generator())),
+        "generator global then, sampler's own now",
+    ),
+    "stream that the loader shares": (
+        lambda: torch_loader(shuffle=True, generator=generator())(), torch_loader(sampler=RandomSampler(DATA, generator=generator())),
+        "generator loader's own and sampler with the loader's then, sampler's own now",
+    ),
+    "a generator's stream, which torchdata does not keep": (
+        lambda: stateful(sampler=RandomSampler(DATA, generator=generator()))(), stateful(sampler=RandomSampler(DATA)),
+        "generator sampler's own then, global now",
+    ),
+    "indices of a sampler": (
+        torch_loader(sampler=SubsetRandomSampler(range(10))), torch_loader(sampler=SubsetRandomSampler(range(10, 20))), "indices .* then, .* now",
+    ),
+    "indices of a subset": (part(range(10)), part(range(10, 20)), "indices .* then, .* now"),
+    "subset and no subset": (stateful(Subset(DATA, range(22, -1, -1))), stateful(), "indices .* then, all now"),
+    "subsets that are joined": (
+        stateful(ConcatDataset([Subset(DATA, range(5)), Subset(DATA, range(5, 10))])),
+        stateful(ConcatDataset([Subset(DATA, range(5)), Subset(DATA, range(6, 11))])), "indices .* then, .* now",
+    ),
+    "weights": (torch_loader(sampler=weighted(*[1.0] * N)), torch_loader(sampler=weighted(*range(1, N + 1))), "weights .* then, .* now"),
 }  # fmt: skip
 
 SAME: dict[str, tuple[Make, Make]] = {
@@ -91,6 +140,21 @@ SAME: dict[str, tuple[Make, Make]] = {
         lambda: torch_loader(shuffle=True, generator=torch.Generator().manual_seed(1))(),
         lambda: torch_loader(shuffle=True, generator=torch.Generator().manual_seed(2))(),
     ),
+    "how indices are kept": (part(range(22)), part(list(range(22)))),
+    "how indices are kept, as tensor": (
+        torch_loader(sampler=SubsetRandomSampler(range(22))),
+        torch_loader(sampler=SubsetRandomSampler(torch.arange(22, dtype=torch.int32))),  # type: ignore[arg-type]  # works
+    ),
+    "how weights are kept": (torch_loader(sampler=weighted(*[1.0] * N)), torch_loader(sampler=weighted(*[1] * N))),
+    "another seed of a sampler": (
+        lambda: torch_loader(sampler=RandomSampler(DATA, generator=generator()))(),
+        lambda: torch_loader(sampler=RandomSampler(DATA, generator=generator(8)))(),
+    ),
+    "generator of torchdata, which keeps its order": (lambda: stateful(shuffle=True, generator=generator())(), stateful(shuffle=True)),
+    "torchdata's loader with torch's samplers": (stateful(sampler=SubsetRandomSampler(range(N))),) * 2,
+    "torchdata's loader with weights": (stateful(sampler=weighted(*range(1, N + 1))),) * 2,
+    "torchdata's loader with workers, and torch's samplers": (stateful(sampler=RandomSampler(DATA), num_workers=1),) * 2,
+    "generator that nothing draws from": (torch_loader(), torch_loader(generator=torch.Generator())),
     "prefetch": (stateful(num_workers=1), stateful(num_workers=1, prefetch_factor=5)),
     "pinned": (torch_loader(), torch_loader(pin_memory=True)),
 }
@@ -152,6 +216,18 @@ def test_a_position_of_the_release_before_is_taken_and_its_settings_are_compared
         Reel(stateful(num_workers=1)(), 2).restore(first(after_two(stateful())))
     with pytest.raises(DataError, match="version 9"):
         Reel(DATA, 2).restore(msgspec.json.encode(msgspec.json.decode(spot) | {"version": 9}))
+
+
+@pytest.mark.covers("I12")
+def test_a_position_without_what_a_later_release_compares_is_taken() -> None:
+    make = part(range(9))
+    doc = msgspec.json.decode(after_two(make))
+    for name in ("generator", "indices"):
+        del doc["order"][name]
+    reel = Reel(make(), 2)
+    reel.restore(msgspec.json.encode(doc))
+    assert len(reel.draw()) == 1
+    assert set(doc["order"]) < set(order_of(make()))
 
 
 @pytest.mark.covers("I12")
