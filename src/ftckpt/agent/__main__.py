@@ -106,10 +106,18 @@ def _hold(fd: int, timeout: float) -> None:
             time.sleep(_LOCK_POLL_S)
 
 
-def _say_ready(fd: int | None) -> None:
-    if fd is not None:
+def _say_ready(fd: int | None) -> bool:
+    """Tell whoever started this agent, if anybody is to be told; whether that process is still there."""
+    if fd is None:
+        return True
+    try:
         os.write(fd, b"ready")
+    except BrokenPipeError:
+        logging.getLogger("ftckpt.agent").warning("the process that started this agent has ended: it waits for the next one")
+        return False
+    finally:
         os.close(fd)
+    return True
 
 
 if __name__ == "__main__":

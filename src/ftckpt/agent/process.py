@@ -55,11 +55,11 @@ class Agent:
         self._bye = False
         self._terminated: float | None = None
 
-    def run(self, ready: Callable[[], None]) -> int:
+    def run(self, ready: Callable[[], bool]) -> int:
         """Serve trainers until there is nothing left to do.
 
         Args:
-            ready: called once the socket is there.
+            ready: called once the socket is there; whether whoever started it is still to come.
         """
         signal.signal(signal.SIGTERM, self._on_sigterm)
         for ignored in (signal.SIGINT, signal.SIGHUP):
@@ -69,8 +69,9 @@ class Agent:
         self._pipeline.start()
         self._pipeline.server.tried.wait(self.config.log_timeout_s + 1.0)
         self._door.open()
-        self._gone_since = time.monotonic() + self.config.start_timeout_s  # whoever started it has this long to come
-        ready()
+        self._gone_since = time.monotonic()
+        if ready():
+            self._gone_since += self.config.start_timeout_s  # it has this long to come
         logger.info(
             "agent of %s/%s rank %d: pid %d, %s",
             self.config.job,

@@ -127,7 +127,8 @@ class OpenGeneration:
         kept: Sequence[KeptImage] = (),
     ) -> None:
         self.store, self.job, self.location, self.entry = store, job, location, entry
-        self.manifest, self.leaves, self._kept = manifest, leaves, kept
+        self.manifest, self.leaves = manifest, leaves
+        self._kept = [image for image in kept if image.location == location]
         self.images: list[Image] = []
         self.shards = 0
         self._open = ExitStack()

@@ -41,7 +41,8 @@ class RestoreReport(msgspec.Struct, kw_only=True):
     Args:
         unread: stored states that were not loaded into anything.
         bytes: read from the images by this rank.
-        memory_bytes, store_bytes: of a generation that agents had kept in memory: what came from there, and what did not, in whole blocks.
+        memory_bytes, store_bytes: of a generation of which agents had told that they keep it in memory: what came from there, and what did not
+            (all of it where it was not there any more, or not what it was), in whole blocks. Both 0 for any other generation.
     """
 
     states: dict[str, StateReport] = msgspec.field(default_factory=dict)
@@ -80,8 +81,9 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def whence(self) -> str:
-        """For an event: how much came from memory that agents had kept; nothing where none had kept any."""
+        """For an event: how much came from memory that agents had kept; nothing where none had told of any."""
         read = self.states
-        if read is None or not read.memory_bytes:
+        if read is None or not (read.memory_bytes or read.store_bytes):
             return ""
-        return f": {read.memory_bytes:,} bytes from memory, {read.store_bytes:,} from the store"
+        unread = "; what came from memory was not read in its file (ftckpt verify does)" if read.memory_bytes else ""
+        return f": {read.memory_bytes:,} bytes from memory, {read.store_bytes:,} from the store{unread}"

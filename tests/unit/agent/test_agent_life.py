@@ -246,6 +246,30 @@ def test_socket_and_output_are_for_this_user_alone(rig: Rig) -> None:
     assert paths.output.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.covers("I11")
+def test_agent_whose_starter_died_meanwhile_says_so_in_one_line_and_ends_by_itself(rig: Rig) -> None:
+    config = rig.config(start_timeout_s=60.0)
+    output = launch.paths_of(config).output
+    file = rig.tmp / "agent.json"
+    file.write_bytes(msgspec.json.encode(config))
+    output.parent.mkdir(mode=0o700, parents=True)
+    ready_r, ready_w = os.pipe()
+    with output.open("wb") as told:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "ftckpt.agent", "--config", str(file), "--ready-fd", str(ready_w)], stderr=told, pass_fds=(ready_w,)
+        )
+    with agent:
+        os.close(ready_r)
+        os.close(ready_w)
+        try:
+            assert agent.wait(20.0) == 0
+        finally:
+            agent.kill()
+    lines = output.read_text().splitlines()
+    assert len([line for line in lines if "the process that started this agent has ended" in line]) == 1
+    assert "Traceback" not in output.read_text()
+
+
 @pytest.mark.covers("F65")
 def test_agent_that_cannot_start_says_why_at_once(rig: Rig) -> None:
     with pytest.raises(AgentError, match="nosuch"):

@@ -22,6 +22,7 @@ from ftckpt.errors import Damaged
 from ftckpt.flows.read import open_generation
 from ftckpt.link.client import AgentConfig
 from ftckpt.link.messages import KeptImage
+from ftckpt.trainer.report import RestoreReport, ResumeReport
 
 HERE = Path(__file__).parent
 BYTES = table_of(LARGE).image_bytes
@@ -93,9 +94,9 @@ def newest(rig: Rig) -> Any:
     return [e for e in rig.entries() if e.kind == "generation"][-1]  # type: ignore[attr-defined]
 
 
-def load(rig: Rig, kept: tuple[KeptImage, ...]) -> tuple[bytes, tuple[int, int]]:
-    """The newest generation's image, and how much of it came from memory and from the store."""
-    entry = newest(rig)
+def load(rig: Rig, kept: tuple[KeptImage, ...], entry: Any = None) -> tuple[bytes, tuple[int, int]]:
+    """A generation's image, the newest's if none is given, and how much of it came from memory and from the store."""
+    entry = entry or newest(rig)
     with open_generation(rig.store(), "job", entry.location, entry, kept) as generation:
         return bytes(generation.images[0].range(0, BYTES)), generation.remembered
 
@@ -117,6 +118,24 @@ def test_the_newest_save_of_a_killed_trainer_is_read_from_memory(rig: Rig, train
     kept = trained.next().client.kept(5.0)
     assert [(image.location, image.file) for image in kept] == [(newest(rig).location, SHARD)]
     assert load(rig, kept) == (pattern(BYTES, 3), (BYTES, 0))
+
+
+@pytest.mark.covers("I9")
+def test_of_a_generation_that_nobody_kept_nothing_is_counted(rig: Rig, trained: Trained) -> None:
+    trained.kill()
+    kept = trained.next().client.kept(5.0)
+    assert load(rig, kept, rig.entries()[1]) == (pattern(BYTES, 2), (0, 0))
+
+
+@pytest.mark.covers("I9")
+def test_an_event_tells_of_bytes_that_were_to_come_from_memory_and_of_files_that_were_not_read() -> None:
+    def whence(memory: int, store: int) -> str:
+        return ResumeReport(source="generation", step=1, states=RestoreReport(memory_bytes=memory, store_bytes=store)).whence
+
+    assert whence(0, 0) == ""
+    assert whence(0, 2000) == ": 0 bytes from memory, 2,000 from the store"
+    assert whence(1000, 2000).startswith(": 1,000 bytes from memory, 2,000 from the store; ")
+    assert "ftckpt verify" in whence(1000, 0)
 
 
 @pytest.mark.covers("I6", "I9")
