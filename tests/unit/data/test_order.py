@@ -197,6 +197,26 @@ def test_what_does_not_change_the_order_may_change(name: str) -> None:
     other.close()
 
 
+@pytest.mark.covers("I4", "I12")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("done", [0, 1, 5, 6, 7, 13])
+def test_torchdata_goes_on_with_a_sampler_that_keeps_no_state(done: int, shared: bool) -> None:
+    def make() -> Reel:
+        own = generator() if shared else None  # of the loader and its sampler, which draw from one stream in either case
+        return Reel(stateful(sampler=RandomSampler(DATA, generator=own), generator=own)(), 3)
+
+    torch.manual_seed(5)
+    whole = make()
+    spot = whole.snapshot()
+    for _ in range(done):
+        whole.draw()
+        spot = whole.snapshot()
+    torch.manual_seed(6)
+    other = make()
+    other.restore(spot)
+    assert [other.draw().tolist() for _ in range(done, 18)] == [whole.draw().tolist() for _ in range(done, 18)]
+
+
 @pytest.mark.covers("I12")
 def test_a_position_of_the_release_before_is_taken_and_its_settings_are_compared() -> None:
     def first(data: bytes) -> bytes:
