@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from ftckpt.commitlog.base import KeyValueLog
 from ftckpt.commitlog.filesystem import make_private_file, require_local
+from ftckpt.commitlog.forkgate import ForkGate
 from ftckpt.commitlog.keyvalue import Compare, Deadline, Delete, Effect, Equals, Get, Item, Operation, Outcome, Put, Range
 from ftckpt.errors import ConfigError, Damaged, FtckptError, LogAmbiguous, LogFull, LogUnreachable
 
@@ -26,6 +27,8 @@ SCHEMA_VERSION = 1
 _SETTINGS = ("PRAGMA synchronous=EXTRA", "PRAGMA trusted_schema=OFF", "PRAGMA cell_size_check=ON")
 _POLL = 0.05  # seconds between looks at the file's change counter
 _LOOK_ANYWAY = 2.0  # seconds after which a watch reads the tail though nothing seemed to change
+
+_gate = ForkGate()
 
 
 class SqliteStore:
@@ -59,7 +62,7 @@ class SqliteStore:
             return self._nothing(compares, then, otherwise)
         step = "opening"
         try:
-            with closing(connect(self.path, left)) as db:
+            with _gate, closing(connect(self.path, left)) as db:
                 db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                 step = "writing" if writes else "reading"
                 if not self._prepare(db, create=writes):
@@ -197,10 +200,11 @@ class SqliteChanges:
         """(inode, change counter as this connection sees it); None while there is no file or it cannot be read."""
         try:
             inode = self._path.stat().st_ino
-            if self._db is None or self._seen is None or self._seen[0] != inode:
-                self.close()
-                self._db = connect(self._path, _POLL)
-            return inode, int(self._db.execute("PRAGMA data_version").fetchone()[0])
+            with _gate:
+                if self._db is None or self._seen is None or self._seen[0] != inode:
+                    self.close()
+                    self._db = connect(self._path, _POLL)
+                return inode, int(self._db.execute("PRAGMA data_version").fetchone()[0])
         except (OSError, sqlite3.Error):
             self.close()
             return None

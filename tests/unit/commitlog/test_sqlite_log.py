@@ -175,20 +175,26 @@ def test_a_writer_that_is_killed_loses_nothing_that_was_acknowledged(path: Path)
     assert set(acknowledged) <= {(e.index, e.attempt) for e in found}
 
 
-def test_a_forked_child_writes_too(path: Path) -> None:
+@pytest.mark.covers("I11")
+def test_a_forked_child_writes_too_whatever_the_parents_threads_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = SqliteLog(path, "j")
     fill(log, 1)
-    watch = log.watch(lambda entry: None)
-    child = os.fork()
-    if child == 0:
-        try:
-            log.append(generation(2), expect_tail=0)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert [e.index for e in log.entries()] == [0, 1]
-    watch.close()
+    monkeypatch.setattr(sqlite, "_POLL", 0.0)  # watches are inside the library nearly all the time
+    watches = [log.watch(lambda entry: None) for _ in range(3)]
+    for step in range(2, 32):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that hangs
+                signal.alarm(10)
+                log.append(generation(step), expect_tail=step - 2)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert [e.index for e in log.entries()] == list(range(31))
+    for watch in watches:
+        watch.close()
 
 
 @pytest.mark.covers("F66", "I11")

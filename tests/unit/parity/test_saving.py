@@ -248,13 +248,15 @@ def test_a_save_leaves_no_cyclic_garbage(tmp_path):
             ckpt.save(wait=30.0)
         gc.collect()
         gc.disable()
+        found = []
         try:
             for _ in range(5):
                 ckpt.step()
                 ckpt.save(wait=30.0)
-            assert gc.collect() == 0
+                found.append(gc.collect())
         finally:
             gc.enable()
+        assert min(found) == 0, found  # each save would leave some; what threads of other tests leave comes now and then
 
 
 # ---------------------------------------------------------------- A21
