@@ -66,7 +66,8 @@ class Watch:
         return self._look() != self._seen or self._tensors.changed()
 
     def _tables(self) -> list[dict[Any, Any]]:
-        return [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
+        tables = [table for m in self._modules for table in (m._parameters, m._buffers, m._modules)]
+        return [table if isinstance(table, dict) else dict(table.items()) for table in tables]  # those of a scripted module are none
 
     def _look(self) -> list[object]:
         kind = torch.Tensor

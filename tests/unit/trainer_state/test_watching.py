@@ -131,3 +131,15 @@ def test_what_is_trained_counts_where_only_that_is_stored(only_trainable):
     assert not job.watch.changed()
     job.second.v.requires_grad_(False)
     assert job.watch.changed() is only_trainable
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_module_is_looked_at_like_any_other():
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    states = StateRegistry()
+    states.add("model", model)
+    watch = Watch(collect_static(states.of_scope("shared")))
+    model(torch.ones(3, 2))
+    assert not watch.changed()
+    next(model.parameters()).data = torch.ones(2, 2)
+    assert watch.changed()
