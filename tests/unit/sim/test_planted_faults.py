@@ -161,8 +161,8 @@ def a_start_does_not_wait_for_its_agent(patch: Patch) -> None:
 
     def whole(one: session.Session, pipeline: object) -> None:
         drains, one._drains = one._drains, []
-        for token in drains:
-            one.channel.post(session.m.Drained(token=token, failed=0))
+        for drain in drains:
+            one.channel.post(session.m.Drained(token=drain.token, failed=0))
 
     patch.setattr(session.Session, "answer_drains", own_only)
 
