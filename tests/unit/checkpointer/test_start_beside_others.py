@@ -54,8 +54,8 @@ class Loads:
             raise Damaged(f"{location} is rotten")
         self.meanwhile()
         self.asked.append(options)
-        manifest = SimpleNamespace(trajectory=walk("job", entry.step), counts={}, samples=0, batches_committed=0)
-        return SimpleNamespace(manifest=manifest, report=RestoreReport(), seconds=0.0, warnings=())
+        manifest: Any = SimpleNamespace(trajectory=walk("job", entry.step), counts={}, batches_committed=0)
+        return Loaded(manifest=manifest, report=RestoreReport(), seconds=0.0, samples=0)
 
     def trajectory(self, manifest: Any, tail: Any) -> Any:
         return manifest.trajectory
