@@ -24,7 +24,7 @@ from ftckpt.testing.faults import Fault, FaultyStore
 from ftckpt.testing.generations import append, walk, write_generation
 from ftckpt.trainer import resuming
 from ftckpt.trainer.group import Group
-from ftckpt.trainer.loading import LoadOptions
+from ftckpt.trainer.loading import Loaded, LoadOptions
 from ftckpt.trainer.restore import RestoreReport
 from ftckpt.trainer.resuming import Resumer
 
