@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import hypothesis
@@ -34,8 +35,15 @@ SLOW = [
 hypothesis.settings.register_profile("ftckpt", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ftckpt")
 
+ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Tests run in several processes side by side, which must mean the same test by the same name.
+    if nameless := [item.nodeid for item in items if ADDRESS.search(item.nodeid)]:
+        raise pytest.UsageError(
+            "give these parameters ids: their names hold an address, another one in each process: " + ", ".join(nameless)
+        )
     for item in items:
         if CHAOS in item.path.parents:
             item.add_marker(pytest.mark.chaos)

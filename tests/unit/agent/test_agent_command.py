@@ -13,6 +13,7 @@ from agent_harness import Rig, Trainer, until
 
 from ftckpt.errors import AgentError
 from ftckpt.link import launch
+from proc import open_files
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +74,7 @@ def test_agent_that_serves_nobody_listens_nowhere(rig: Rig) -> None:
     assert trainer.client.url == ""
     with open(f"/proc/{trainer.client.agent_pid}/net/tcp") as f:
         listening = {line.split()[9] for line in f.readlines()[1:] if line.split()[3] == "0A"}
-    held = {os.readlink(f"/proc/{trainer.client.agent_pid}/fd/{fd}") for fd in os.listdir(f"/proc/{trainer.client.agent_pid}/fd")}
-    assert not {f"socket:[{inode}]" for inode in listening} & held
+    held = open_files(trainer.client.agent_pid).values()
+    assert not {f"socket:[{inode}]" for inode in listening} & set(held)
     trainer.client.publish("s1", slot=trainer.client.acquire_slot(1.0), layout=trainer.layout, trajectory=trainer.step())
     assert trainer.save().wait(10.0) == "committed"

@@ -19,6 +19,7 @@ from ftckpt.link import launch
 from ftckpt.link import messages as m
 from ftckpt.link.client import AgentClient, AgentConfig
 from ftckpt.transfer.client import fetch
+from proc import open_files
 
 HERE = Path(__file__).parent
 
@@ -77,9 +78,9 @@ def test_agent_does_not_hold_the_trainers_output_open(rig: Rig) -> None:
     process = start(rig, "save-and-die", config)
     (pid,) = outcome(rig, process, timeout=6.0)  # communicate() returns at the end of the pipe
     assert running(pid)
-    open_files = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-    assert "/dev/null" in open_files
-    assert len([f for f in open_files if f.startswith("pipe:")]) == 1  # its own, for waking up
+    held = set(open_files(pid).values())
+    assert "/dev/null" in held
+    assert len([f for f in held if f.startswith("pipe:")]) == 1  # its own, for waking up
 
 
 @pytest.mark.covers("I6")

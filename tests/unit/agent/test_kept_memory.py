@@ -23,6 +23,7 @@ from ftckpt.flows.read import open_generation
 from ftckpt.link.client import AgentConfig
 from ftckpt.link.messages import KeptImage
 from ftckpt.trainer.report import RestoreReport, ResumeReport
+from proc import open_files
 
 HERE = Path(__file__).parent
 BYTES = table_of(LARGE).image_bytes
@@ -67,10 +68,9 @@ class Trained:
     def memory(self) -> int:
         """Bytes of shared memory that the agent has, whoever else has them, too."""
         total = 0
-        for fd in os.listdir(f"/proc/{self.agent}/fd"):
-            with contextlib.suppress(OSError):
-                if "memfd:ftckpt-arena" in os.readlink(path := f"/proc/{self.agent}/fd/{fd}"):
-                    total += os.stat(path).st_blocks * 512
+        for path, shown in open_files(self.agent).items():
+            with contextlib.suppress(OSError):  # closed since it was listed
+                total += os.stat(path).st_blocks * 512 if "memfd:ftckpt-arena" in shown else 0
         return total
 
     def next(self) -> Any:

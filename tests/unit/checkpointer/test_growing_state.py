@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from ftckpt import Checkpointer, Never
 from ftckpt.errors import AgentError
+from proc import open_files
 
 
 def _mapped(pid: int) -> int:
@@ -21,11 +21,7 @@ def _mapped(pid: int) -> int:
 
 def _held(pid: int) -> int:
     """Arenas that a process holds a descriptor of."""
-    found = 0
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            found += "ftckpt-arena" in os.readlink(f"/proc/{pid}/fd/{fd}")
-    return found
+    return sum("ftckpt-arena" in shown for shown in open_files(pid).values())
 
 
 @pytest.mark.covers("I11", "F66", "F76")

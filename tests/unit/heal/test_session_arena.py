@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,11 @@ from ftckpt.errors import AgentError
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.states import StateRegistry
+from proc import open_files
 
 
 def memory_files() -> int:
-    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-    return sum("memfd:ftckpt-arena" in os.readlink(link) for link in links if os.path.islink(link))
+    return sum("memfd:ftckpt-arena" in shown for shown in open_files().values())
 
 
 @pytest.mark.covers("I11")

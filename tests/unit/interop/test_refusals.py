@@ -276,7 +276,7 @@ def test_another_dtype_for_inference_is_for_plain_floats_alone(odd):
         {"sources": {"model": []}}, {"sources": {"model": 3}}, {"sources": ["model"]}, {"sources": {"modl": "model"}},
         {"what": "weight"}, {"format": "pt"}, {"strict": "loose"}, {"strict": ["lenient"]}, {"strict": {"modl": "lenient"}}, {"strict": 3},
         {"on_mismatch": "frsh"}, {"on_mismatch": 3}, {"key": 3}, {"key": [3]}, {"name_map": 3}, {"hooks": Adapter}, {"key": "model"},
-        {"name_map": {}, "hooks": Adapter()}, {"what": "all", "state": "model"}, {"state": "modl"}, {"name_map": {}, "sources": {"model": "ema"}},
+        pytest.param({"name_map": {}, "hooks": Adapter()}, id="name_map and hooks"), {"what": "all", "state": "model"}, {"state": "modl"}, {"name_map": {}, "sources": {"model": "ema"}},
     ],
     ids=str,
 )  # fmt: skip

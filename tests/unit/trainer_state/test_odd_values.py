@@ -63,7 +63,11 @@ def test_keys_that_would_be_stored_alike_are_refused_with_their_place(value):
 
 
 @pytest.mark.covers("F38", "I14")
-@pytest.mark.parametrize("key", [object(), torch.ones(1), (1, object()), lambda: 0, frozenset({b"x", object})], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [object(), torch.ones(1), (1, object()), lambda: 0, frozenset({b"x", object})],
+    ids=["object", "tensor", "tuple", "function", "frozenset"],
+)
 def test_a_key_that_cannot_be_stored_is_told_with_its_place_whatever_is_under_it(key):
     for under in (1, torch.ones(1), [torch.ones(1)]):
         with pytest.raises(Unstorable, match=r"^d/in/~i1/x has the key .*: the key"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 from ftckpt.shm.mapping import HUGE_PAGE, Mapping
 from ftckpt.shm.near import here, open_near
 from ftckpt.stores.local import LocalStore
+from proc import open_files
 
 NAME = "read-while-forked"
 
@@ -21,12 +21,8 @@ def held_by_a_child(of: Callable[[str], bool]) -> tuple[bool, bool]:
     """Whether a child that is forked now has something of that name mapped, and whether it has a descriptor of it."""
     child = os.fork()
     if child == 0:
-        targets = []
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                targets.append(os.readlink(f"/proc/self/fd/{fd}"))
         mapped = of(Path("/proc/self/maps").read_text())
-        os._exit(mapped + 2 * any(map(of, targets)))
+        os._exit(mapped + 2 * any(map(of, open_files().values())))
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     assert code in range(4)
