@@ -17,6 +17,7 @@ from ftckpt.errors import ConfigError, FtckptError, HealRefused
 from ftckpt.trainer.replicas.acts import Agreed
 from ftckpt.trainer.replicas.base import NOWHERE, Callbacks, Outcome, Position
 from ftckpt.trainer.replicas.bounds import Bounds, Limits
+from ftckpt.trainer.replicas.outcomes import Outcomes
 
 TORN = Position(trajectory=Trajectory(-1, "0" * 64))
 """The position while a fetched state is being loaded."""
@@ -67,8 +68,7 @@ class Member:
         self._callbacks = callbacks
         self._first, self._adds = True, (0, 0)
         self._spent = False  # a heal may have overwritten some of the live state
-        self._outcomes: list[Outcome] = []
-        self.votes = 0  # held so far, whatever became of them
+        self.outcomes = Outcomes()
 
     # ------------------------------------------------------------------ before the quorum
     def begin(self) -> None:
@@ -268,12 +268,17 @@ class Member:
         adding = tuple(s.member for s in slots if s.role is Role.CONTRIBUTES)
         parts = () if self.now.empty else tuple((s.member, s.nonce) for s in slots if s.role is Role.CONTRIBUTES)
         self._callbacks.on_made(before, self.position.trajectory.h, self.position.trajectory.step, parts)
-        self._record(
-            committed=True,
-            contributed=slots[own].role is Role.CONTRIBUTES,
-            members=present if self.now.empty else adding,
-            present=present,
-            writer=rank == 0,
+        self.outcomes.add(
+            Outcome(
+                committed=True,
+                contributed=slots[own].role is Role.CONTRIBUTES,
+                healed=self.now.healed,
+                step=self.position.trajectory.step,
+                members=present if self.now.empty else adding,
+                present=present,
+                writer=rank == 0,
+                reasons=tuple(self.now.why),
+            )
         )
         self._adds, self.now.sent = (0, 0), False
 
@@ -281,40 +286,23 @@ class Member:
         """The step was not committed; ``error`` says why where this replica gave no reason of its own."""
         if error and not self.now.why:
             self.now.why.append(error[:300])
-        self._record(committed=False, contributed=False, members=(), present=(), writer=False)
-        self.now.sent = False
-
-    def _record(self, *, committed: bool, contributed: bool, members: tuple[int, ...], present: tuple[int, ...], writer: bool) -> None:
-        self.votes += 1
-        self._outcomes.append(
+        self.outcomes.add(
             Outcome(
-                committed=committed,
-                contributed=contributed,
+                committed=False,
+                contributed=False,
                 healed=self.now.healed,
                 step=max(0, self.position.trajectory.step),
-                members=members,
-                present=present,
-                writer=writer,
+                members=(),
+                present=(),
+                writer=False,
                 reasons=tuple(self.now.why),
             )
         )
-        del self._outcomes[:-64]
-
-    @property
-    def committed(self) -> bool:
-        """Whether a step was made since the last ``outcome``."""
-        return any(o.committed for o in self._outcomes)
+        self.now.sent = False
 
     def outcome(self) -> Outcome:
         """See ``Replica.outcome``."""
-        taken, self._outcomes = self._outcomes, []
-        if not taken or sum(o.committed for o in taken) > 1:
-            raise ConfigError(
-                f"{len(taken)} votes were held since the last ckpt.step()",
-                todo="call ckpt.step() once after each optimizer.step()",
-            )
-        reasons = tuple(dict.fromkeys(r for o in taken for r in o.reasons))[-8:]
-        return msgspec.structs.replace(taken[-1], healed=any(o.healed for o in taken), reasons=reasons)
+        return self.outcomes.take()
 
     def tell(self, text: str) -> None:
         """Tell people, and the next outcome."""

@@ -233,12 +233,12 @@ class FtReplica:
     @property
     def votes(self) -> int:
         """See ``Replica.votes``."""
-        return self._standing.votes
+        return self._standing.outcomes.votes
 
     @property
     def committed(self) -> bool:
         """A step was made since the last ``outcome``."""
-        return self._standing.committed
+        return self._standing.outcomes.committed
 
     @property
     def heals_first(self) -> bool:
