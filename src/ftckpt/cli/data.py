@@ -138,7 +138,7 @@ def _entry(parts: common.Parts, job: str, step: int | None, generation: str | No
 def _is_live(parts: common.Parts, entry: Entry) -> bool:
     """Whether the newest entry's state goes back to this one's."""
     from ftckpt.domain.lineage import lineage
-    from ftckpt.flows.select import view
+    from ftckpt.flows.view import view
 
     seen = view(parts.log)
     path = lineage(seen.entries, seen.tail, (i for i, _ in seen.damaged))

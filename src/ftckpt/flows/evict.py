@@ -14,9 +14,9 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import GenerationName, generation_dir, generations_dir
 from ftckpt.errors import FtckptError, NotFound
 from ftckpt.flows.referrers import referrers
-from ftckpt.flows.select import view
 from ftckpt.flows.still import is_withdrawn, reaches
 from ftckpt.flows.verify import verify
+from ftckpt.flows.view import view
 from ftckpt.format.manifest import INTENT, MANIFEST, RECEIPTS, decode, encode
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import DURABLE, FIRST, TieredStore

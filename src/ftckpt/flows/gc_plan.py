@@ -18,8 +18,8 @@ from ftckpt.domain.retention import RetentionPlan, Verdict, plan
 from ftckpt.errors import ConfigError, Damaged, FtckptError, LogRegressed, LogUnreachable, NotFound, TailMoved
 from ftckpt.flows.leftovers import Leftover, leftovers, mark_in, names_in, unrecorded
 from ftckpt.flows.referrers import being_read, referrers
-from ftckpt.flows.select import view
 from ftckpt.flows.verify import verify
+from ftckpt.flows.view import view
 from ftckpt.format.manifest import MANIFEST, Manifest, decode
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import DURABLE, TieredStore, durable_of

@@ -12,7 +12,7 @@ from ftckpt.errors import Damaged, NotFound, StoreError
 from ftckpt.flows.read import open_generation, read_manifest
 from ftckpt.flows.referrers import referrers
 from ftckpt.flows.scan import scan
-from ftckpt.flows.select import view
+from ftckpt.flows.view import view
 from ftckpt.flows.whereabouts import by_tier, seen_in, stands, union
 from ftckpt.format.manifest import Manifest, StateInfo
 from ftckpt.ports import BlobStore, CommitLog

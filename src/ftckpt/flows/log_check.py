@@ -13,7 +13,7 @@ from ftckpt.domain.lineage import Found, LogView, adoptable
 from ftckpt.errors import LogUnreachable
 from ftckpt.flows.referrers import referrers
 from ftckpt.flows.scan import scan
-from ftckpt.flows.select import view
+from ftckpt.flows.view import view
 from ftckpt.ports import BlobStore, CommitLog
 
 Grade = Literal["error", "note"]

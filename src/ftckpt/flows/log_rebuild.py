@@ -9,8 +9,8 @@ from ftckpt.domain.lineage import Found, chain_to
 from ftckpt.errors import Damaged, LogError, NotFound, StoreError
 from ftckpt.flows.read import read_manifest
 from ftckpt.flows.scan import scan
-from ftckpt.flows.select import view
 from ftckpt.flows.verify import Progress, verify
+from ftckpt.flows.view import view
 from ftckpt.format.manifest import record
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.wiring import read_marker, remark

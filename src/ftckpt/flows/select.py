@@ -8,20 +8,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from ftckpt.domain.choice import Choice, Fault, Newest, Probe, Refusal, Request, Situation
 from ftckpt.domain.doubts import unseen
 from ftckpt.domain.ledger import Append, Entry, judge, own_entry
-from ftckpt.domain.lineage import Found, LogView, adoptable, chain_to, vouched
+from ftckpt.domain.lineage import Found, adoptable, chain_to, vouched
 from ftckpt.domain.sources import decide
-from ftckpt.errors import Damaged, FtckptError, LogAmbiguous, LogUnreachable, StoreError, TailMoved, Withdrawn
+from ftckpt.errors import FtckptError, LogAmbiguous, LogUnreachable, StoreError, TailMoved, Withdrawn
 from ftckpt.flows.place import bring, check_bound
 from ftckpt.flows.read import read_manifest
 from ftckpt.flows.scan import scan
 from ftckpt.flows.verify import Progress, verify
+from ftckpt.flows.view import view
 from ftckpt.format.manifest import record
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import DURABLE, TieredStore
@@ -35,22 +36,6 @@ ROUNDS = 8  # how often the choice begins anew when the tail moves meanwhile
 OVERTAKEN = 2  # times that somebody else was quicker to append a finished generation: then its writers live, and commit on their own
 UNREAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Waits between tries to read a generation while the store fails: taking an older one leaves the newer ones behind for good."""
-
-
-def view(log: CommitLog) -> LogView:
-    """Everything the log lists; being unreachable or damaged is a state here, not an error."""
-    try:
-        tail = log.tail()
-        uuid = log.uuid()
-        entries = tuple(log.entries())
-        damaged = tuple(log.damaged())
-    except (LogUnreachable, LogAmbiguous) as e:
-        return LogView(state="unreachable", reason=e.what)
-    except Damaged as e:
-        return LogView(state="damaged", reason=e.what)
-    if entries and (tail is None or entries[-1].index > tail.index):
-        tail = entries[-1]  # the log went on between two reads
-    return LogView(uuid=uuid, tail=tail, entries=entries, damaged=damaged)
 
 
 def look(log: CommitLog, store: BlobStore, job: str) -> Situation:
@@ -101,39 +86,88 @@ def choose(
     findings = {} if findings is None else findings
     if pass_unread:
         findings.update({location: _as_damage(fault) for location, fault in findings.items()})
-    asked, pauses = request or Newest(), list(UNREAD_PAUSES_S)
     gap = _gap(store, job)
     at_hand = store.first if isinstance(store, TieredStore) and gap is not None else store
-
-    def probe(location: str, entry: Entry | None) -> Fault | None:
-        if location not in findings:
-            level = verify_level == "full"
-            found = _patiently(lambda: verify(at_hand, job, location, entry, full=level, progress=progress).fault, _unread, pauses)
-            findings[location] = _as_damage(found) if pass_unread else found
-        return findings[location]
-
-    def looked() -> Situation:
-        waits = pauses if isinstance(asked, Newest) and not pass_unread else []
-        at = _patiently(lambda: look(log, at_hand, job), _unseen, waits)
-        return _without(at, unseen(at)) if pass_unread else at
-
-    def settled(at: Situation) -> Choice:
-        return _settle(at, asked, probe, findings) if gap is None else _nearby(at, asked, probe, findings, gap)
-
+    full, pauses = verify_level == "full", list(UNREAD_PAUSES_S)
+    search = _Search(log, at_hand, job, request or Newest(), findings, pauses, full, pass_unread, gap, progress)
     overtaken = 0
     for _ in range(ROUNDS):
-        choice = settled(at := looked())
+        choice = search.settle(at := search.look())
         if adopt and choice.source == "fresh" and at.log.state == "ok":
             _rebind(log, store, job)
         if choice.source != "durable" or not adopt:
             return choice
-        overtaken += not adopt_chain(log, store, job, at, choice.location, probe)
+        overtaken += not adopt_chain(log, store, job, at, choice.location, search.probe)
         if overtaken >= OVERTAKEN:
             break
-    at = looked()
+    at = search.look()
     if at.log.tail is None:
         raise LogUnreachable(f"the log of job {job!r} moved {ROUNDS} times while a choice was made", todo="try again")
-    return settled(_without(at, adoptable(at.log, at.found)))  # whoever writes those faster than they can be adopted commits them, too
+    return search.settle(_without(at, adoptable(at.log, at.found)))  # who writes those faster than they can be adopted commits them, too
+
+
+class _Search(NamedTuple):
+    """A choice under way.
+
+    Args:
+        store: the one that is looked at: the first tier while the durable one is down.
+        findings: what is known of locations; added to.
+        pauses: seconds to wait before the next tries to read; used ones are taken out.
+        gap: why the durable tier cannot be looked at; None where it can, or there is none.
+    """
+
+    log: CommitLog
+    store: BlobStore
+    job: str
+    asked: Request
+    findings: dict[str, Fault | None]
+    pauses: list[float]
+    full: bool
+    pass_unread: bool
+    gap: StoreError | None
+    progress: Progress | None
+
+    def look(self) -> Situation:
+        """What is there now."""
+        waits = self.pauses if isinstance(self.asked, Newest) and not self.pass_unread else []
+        at = _patiently(lambda: look(self.log, self.store, self.job), _unseen, waits)
+        return _without(at, unseen(at)) if self.pass_unread else at
+
+    def probe(self, location: str, entry: Entry | None) -> Fault | None:
+        """What is wrong with a generation; each is looked at once."""
+        if location not in self.findings:
+            found = _patiently(
+                lambda: verify(self.store, self.job, location, entry, full=self.full, progress=self.progress).fault, _unread, self.pauses
+            )
+            self.findings[location] = _as_damage(found) if self.pass_unread else found
+        return self.findings[location]
+
+    def settle(self, at: Situation) -> Choice:
+        """The ladder's choice; while the durable tier is down only if what that may have could not be better.
+
+        Raises:
+            FtckptError: nothing is chosen; a StoreError where the durable tier would have to be asked.
+        """
+        if self.gap is None:
+            return self._decided(at)
+        try:
+            choice = self._decided(at)
+        except FtckptError as e:
+            raise _down(self.job, self.gap, e.what) from e
+        if choice.rejected or choice.source == "new":
+            raise _down(self.job, self.gap, "; ".join(choice.reasons))
+        unasked = f"the durable tier does not answer, and was not looked at: {self.gap.what}"
+        return msgspec.structs.replace(choice, reasons=(*choice.reasons, unasked))
+
+    def _decided(self, at: Situation) -> Choice:
+        while True:
+            decision = decide(at, self.asked, self.findings)
+            if isinstance(decision, Probe):
+                self.probe(decision.location, decision.entry)
+            elif isinstance(decision, Refusal):
+                raise decision.error()
+            else:
+                return decision
 
 
 def _without(at: Situation, left_out: Collection[Found]) -> Situation:
@@ -153,25 +187,6 @@ def _gap(store: BlobStore, job: str) -> StoreError | None:
     except StoreError as e:
         return e
     return None
-
-
-def _nearby(
-    at: Situation, request: Request, probe: Callable[[str, Entry | None], Fault | None], findings: dict[str, Fault | None], gap: StoreError
-) -> Choice:
-    """A choice while the durable tier is down: taken only if what it may have could not be better.
-
-    Raises:
-        StoreError: nothing is chosen; the durable tier would have to be asked.
-    """
-    try:
-        choice = _settle(at, request, probe, findings)
-    except FtckptError as e:
-        raise _down(at.job, gap, e.what) from e
-    if choice.rejected or choice.source == "new":
-        raise _down(at.job, gap, "; ".join(choice.reasons))
-    return msgspec.structs.replace(
-        choice, reasons=(*choice.reasons, f"the durable tier does not answer, and was not looked at: {gap.what}")
-    )
 
 
 def _down(job: str, gap: StoreError, why: str) -> StoreError:
@@ -214,19 +229,6 @@ def _rebind(log: CommitLog, store: BlobStore, job: str) -> None:
     marker = read_marker(store, job)
     if marker is not None and marker.log not in ("", log.uuid()):
         remark(store, job, log=log.url, uuid=log.uuid())
-
-
-def _settle(
-    at: Situation, request: Request, probe: Callable[[str, Entry | None], Fault | None], findings: dict[str, Fault | None]
-) -> Choice:
-    while True:
-        decision = decide(at, request, findings)
-        if isinstance(decision, Probe):
-            probe(decision.location, decision.entry)
-        elif isinstance(decision, Refusal):
-            raise decision.error()
-        else:
-            return decision
 
 
 def adopt_chain(
