@@ -7,7 +7,7 @@ that it was told to have; and where records lack, nothing is called missing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -84,54 +84,29 @@ def judge_audit(
     """
     uses, links = list(uses), {link.after: link for link in made}
     chain = _chain(links, newest)
-    attempts: dict[Attempt, list[Use]] = {}
-    for use in uses:
-        attempts.setdefault((use.before, use.member, use.nonce), []).append(use)
-    mine = [u for u in uses if owner is None or stream_of(u)[0] == owner]
-    drawers = None if owner is None else {owner, *(u.member for u in mine)}
-
-    consumed: list[Use] = []
-    drawn: set[tuple[int, int, int]] = set()
-    included: set[Attempt] = set()
-    unrecorded, steps, idle = [], 0, 0
-    for link in chain:
-        used = lacks = told = False
-        for member, nonce in link.parts:
-            included.add((link.before, member, nonce))
-            found = set(attempts.get((link.before, member, nonce), []))
-            drawn.update((u.member, u.rank, u.ordinal) for u in found)
-            if drawers is not None and member not in drawers:
-                continue
-            told = True
-            if not _whole(found):
-                lacks = True
-                unrecorded.append((link.step, member))
-            of_it = [u for u in found if u.ordinal and (owner is None or stream_of(u)[0] == owner)]
-            consumed += of_it
-            used = used or bool(of_it)
-        steps, idle = steps + used, idle + (told and not used and not lacks)
-
-    place = _Places(links, chain, newest)
+    mine = [u for u in uses if _handed_out(u, owner)]
+    along = _walk(chain, uses, mine, owner)
+    place, included, recorded = _Places(links, chain, newest), _attempts(chain), _attempts(links.values())
     places: dict[str, list[Use]] = {"off": [], "after": [], "unplaced": []}
     for use in mine:
-        if use.ordinal and (use.before, use.member, use.nonce) not in included:
+        if use.ordinal and _attempt(use) not in included:
             places[place.of(use.before)].append(use)
     whole = (chain[0].before if chain else newest) == origin
-    seen = Seen(consumed, mine, tuple(ids), [e for e in set(ends) if place.on(e.at)], drawn, lacking=bool(unrecorded) or not whole)
-    made_of = {(link.before, member, nonce) for link in links.values() for member, nonce in link.parts}
-    later = [u for u in places["after"] if (u.before, u.member, u.nonce) in made_of]
-    gone = lost(places["off"], [*consumed, *later])
-    numbers = sorted({u.epoch for u in consumed} | {u.epoch for u in gone})
+    lacking = bool(along.unrecorded) or not whole
+    seen = Seen(along.consumed, mine, tuple(ids), [e for e in set(ends) if place.on(e.at)], along.drawn, lacking=lacking)
+    later = [u for u in places["after"] if _attempt(u) in recorded]
+    gone = lost(places["off"], [*along.consumed, *later])
+    numbers = sorted({u.epoch for u in along.consumed} | {u.epoch for u in gone})
     return AuditReport(
-        steps=steps,
-        idle=idle,
+        steps=along.steps,
+        idle=along.idle,
         whole=whole,
         since=(chain[0].step - bool(chain[0].parts)) if chain else 0 if whole else None,
         epochs=tuple(judge_epoch(n, seen, gone) for n in numbers),
-        unrecorded=tuple(unrecorded),
-        orphaned=tuple(sorted({(u.member, u.ordinal) for u in gone})),
-        after=tuple(sorted({(u.member, u.ordinal) for u in places["after"]})),
-        unplaced=tuple(sorted({(u.member, u.ordinal) for u in places["unplaced"]})),
+        unrecorded=along.unrecorded,
+        orphaned=_named(gone),
+        after=_named(places["after"]),
+        unplaced=_named(places["unplaced"]),
     )
 
 
@@ -144,6 +119,65 @@ def judge_each(uses: Iterable[Use], made: Iterable[Made], newest: str, origin: s
     uses, made, ends = list(uses), list(made), list(ends)
     members = {stream_of(u)[0] for u in uses if u.ordinal} | {member for link in made for member, _ in link.parts}
     return {member: judge_audit(uses, made, newest, origin, ends=ends, owner=member) for member in sorted(members)}
+
+
+class _Along(NamedTuple):
+    """What the steps of a chain used; as in ``AuditReport`` and ``Seen``."""
+
+    consumed: list[Use]
+    drawn: set[tuple[int, int, int]]
+    unrecorded: tuple[tuple[int, int], ...]
+    steps: int
+    idle: int
+
+
+def _walk(chain: Sequence[Made], uses: Sequence[Use], mine: Sequence[Use], owner: int | None) -> _Along:
+    """Go along a chain, step by step.
+
+    Args:
+        mine: those of ``uses`` that the owner's loader handed out; a step in which none of those who drew from it took part says nothing of it.
+    """
+    of_attempt: dict[Attempt, set[Use]] = {}
+    for use in uses:
+        of_attempt.setdefault(_attempt(use), set()).add(use)
+    drawers = None if owner is None else {owner, *(u.member for u in mine)}
+    consumed: list[Use] = []
+    drawn: set[tuple[int, int, int]] = set()
+    unrecorded, steps, idle = [], 0, 0
+    for link in chain:
+        used = lacks = told = False
+        for member, nonce in link.parts:
+            found = of_attempt.get((link.before, member, nonce), set())
+            drawn.update((u.member, u.rank, u.ordinal) for u in found)
+            if drawers is not None and member not in drawers:
+                continue
+            told = True
+            if not _whole(found):
+                lacks = True
+                unrecorded.append((link.step, member))
+            of_it = [u for u in found if u.ordinal and _handed_out(u, owner)]
+            consumed += of_it
+            used = used or bool(of_it)
+        steps, idle = steps + used, idle + (told and not used and not lacks)
+    return _Along(consumed, drawn, tuple(unrecorded), steps, idle)
+
+
+def _handed_out(use: Use, owner: int | None) -> bool:
+    """Whether the loader of that member did it, or any where none is named."""
+    return owner is None or stream_of(use)[0] == owner
+
+
+def _attempt(use: Use) -> Attempt:
+    return use.before, use.member, use.nonce
+
+
+def _attempts(links: Iterable[Made]) -> set[Attempt]:
+    return {(link.before, member, nonce) for link in links for member, nonce in link.parts}
+
+
+def _named(uses: Iterable[Use]) -> tuple[tuple[int, int], ...]:
+    """As (member, ordinal), each once."""
+    return tuple(sorted({(u.member, u.ordinal) for u in uses}))
 
 
 class _Places:
