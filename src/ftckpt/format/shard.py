@@ -126,35 +126,8 @@ def write_shard(
         raise Unstorable(f"{path}: the image has {image.nbytes} bytes, its table {table.image_bytes}", now="nothing was written")
     whole = image.cast("B")[: table.image_bytes] if isinstance(image, memoryview) else image
     header_bytes = len(shard_header(table))
-    group = max(table.block_bytes, GROUP_BYTES // table.block_bytes * table.block_bytes)
-    starts = range(0, table.image_bytes, group)
     with store.writer(path, header_bytes + table.image_bytes) as writer:
-
-        def part_at(start: int) -> memoryview:
-            stop = min(start + group, table.image_bytes)
-            return whole[start:stop] if isinstance(whole, memoryview) else whole.part(start, stop)
-
-        def digested(start: int) -> tuple[str, ...]:
-            return digest_blocks(part_at(start), table.block_bytes)
-
-        def written(start: int, part: memoryview) -> None:
-            writer.write_at(header_bytes + start, part)
-            if progress is not None:
-                progress(len(part))
-
-        def both(start: int) -> tuple[str, ...]:
-            part = part_at(start)
-            digests = digest_blocks(part, table.block_bytes)
-            written(start, part)
-            return digests
-
-        # a header has the digests, so that what is uploaded in order is read twice: hashing is far faster than any network
-        digests = _in_order(digested if writer.in_order else both, starts, threads)
-        table = msgspec.structs.replace(table, digests=tuple(digests))
-        header = shard_header(table)
-        _write_header(writer, header, header_bytes)
-        for start in starts if writer.in_order else ():
-            written(start, part_at(start))
+        table, header = _pour(writer, table, whole, header_bytes, threads, progress)
         if ready is not None:
             ready()
         writer.commit()
@@ -168,10 +141,47 @@ def write_shard(
     )
 
 
-def _write_header(writer: BlobWriter, header: bytes, planned: int) -> None:
-    if len(header) != planned:
-        raise Unstorable(f"the header grew from {planned} to {len(header)} bytes while the image was written")
+def _pour(
+    writer: BlobWriter,
+    table: TensorTable,
+    image: memoryview | Parts,
+    header_bytes: int,
+    threads: int,
+    progress: Callable[[int], None] | None,
+) -> tuple[TensorTable, bytes]:
+    """Write an image and its header; group by group, in the order that the writer wants.
+
+    Returns:
+        The table with digests, and the header.
+    """
+    group = max(table.block_bytes, GROUP_BYTES // table.block_bytes * table.block_bytes)
+    starts = range(0, table.image_bytes, group)
+
+    def part_at(start: int) -> memoryview:
+        stop = min(start + group, table.image_bytes)
+        return image[start:stop] if isinstance(image, memoryview) else image.part(start, stop)
+
+    def written(start: int, part: memoryview) -> None:
+        writer.write_at(header_bytes + start, part)
+        if progress is not None:
+            progress(len(part))
+
+    def digested(start: int) -> tuple[str, ...]:
+        part = part_at(start)
+        digests = digest_blocks(part, table.block_bytes)
+        if not writer.in_order:
+            written(start, part)
+        return digests
+
+    # a header has the digests, so that what is uploaded in order is read twice: hashing is far faster than any network
+    full = msgspec.structs.replace(table, digests=tuple(_in_order(digested, starts, threads)))
+    header = shard_header(full)
+    if len(header) != header_bytes:
+        raise Unstorable(f"the header grew from {header_bytes} to {len(header)} bytes while the image was written")
     writer.write_at(0, header)
+    for start in starts if writer.in_order else ():
+        written(start, part_at(start))
+    return full, header
 
 
 def _in_order(one: Callable[[int], tuple[str, ...]], starts: range, threads: int) -> list[str]:
