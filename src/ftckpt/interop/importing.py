@@ -36,6 +36,7 @@ from ftckpt.format.manifest import (
 )
 from ftckpt.format.namemap import lookup
 from ftckpt.format.shard import plan_image, write_shard
+from ftckpt.format.table import TensorTable
 from ftckpt.interop.weights import Weights
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.layout import as_integers, dtype_name
@@ -102,14 +103,7 @@ def import_weights(
     dtypes = {ours: target if target is not None and dtype_name(kinds[n].dtype) in FLOATS else kinds[n].dtype for ours, n in names.items()}
     table = plan_image([(f"{state}/{o}", dtype_name(dtypes[o]), s := kinds[n].shape, (0,) * len(s), s) for o, n in names.items()])
     with mmap.mmap(-1, max(table.image_bytes, 1)) as memory, memoryview(memory) as image:
-        for entry in table.tensors:
-            ours = entry.name.removeprefix(f"{state}/")
-            part = image[entry.chunks[0].begin : entry.chunks[0].end]
-            if len(part):
-                flat = borrow(part).view(as_integers(torch.empty(0, dtype=dtypes[ours])).dtype)
-                flat.copy_(as_integers(weights.read(names[ours]).to(dtypes[ours]).contiguous()).reshape(-1))
-                del flat
-            part.release()
+        _read_into(image, table, {f"{state}/{ours}": (theirs, dtypes[ours]) for ours, theirs in names.items()}, weights)
         base, name = _begin(store, job)
         _, shard = write_shard(
             store,
@@ -131,6 +125,22 @@ def import_weights(
         left_out=left_out,
         seconds=time.monotonic() - began,
     )
+
+
+def _read_into(image: memoryview, table: TensorTable, sources: Mapping[str, tuple[str, torch.dtype]], weights: Weights) -> None:
+    """Fill an image, tensor by tensor.
+
+    Args:
+        sources: of each entry of the table, its name in ``weights`` and the dtype that it is stored with.
+    """
+    for entry in table.tensors:
+        theirs, dtype = sources[entry.name]
+        part = image[entry.chunks[0].begin : entry.chunks[0].end]
+        if len(part):
+            flat = borrow(part).view(as_integers(torch.empty(0, dtype=dtype)).dtype)
+            flat.copy_(as_integers(weights.read(theirs).to(dtype).contiguous()).reshape(-1))
+            del flat
+        part.release()
 
 
 def check_import(
