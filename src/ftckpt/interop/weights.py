@@ -17,7 +17,7 @@ from ftckpt.interop.adapter import Adapter
 from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
 from ftckpt.trainer.loading_plan import CAST, LENIENT, castable, raise_all
 from ftckpt.trainer.modules import EXTRA, LoadCode, give_values, is_asked
-from ftckpt.trainer.naming import Live, local_of, memory_key, scan_module
+from ftckpt.trainer.naming import Live, ModuleScan, local_of, memory_key, scan_module
 from ftckpt.trainer.overlaps import Late, settle, single
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.states import StateRegistry
@@ -65,94 +65,140 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
     Raises:
         Mismatch: lists every missing, unexpected, misshaped or differently typed key. Damaged: a file cannot be read.
     """
-    adapter = adapter or Adapter()
     states = StateRegistry()
     state = states.add("model", model, kind="module")
-    scan = scan_module(state)
-    code = LoadCode(state)
-    there = weights.kinds()
+    scan, code = scan_module(state), LoadCode(state)
     report = StateReport(name="model", source=weights.where)
-    problems: list[str] = []
-    remedies: set[str] = set()
-    fills: list[_Fill] = []
-    used: set[str] = set()
-    memory: set[object] = set()
-    absent: list[tuple[str, Live, list[str]]] = []
-    raise_all([f"{key} {_without_memory(live.tensor)}" for key, live in scan.tensors.items() if is_lazy(live.tensor)])
-    for key, live in scan.tensors.items():
-        parts = _parts(adapter, key, there)
-        lacking = [part for part in parts if part not in there]
-        used.update(parts)
-        if not parts or lacking:
-            absent.append((key, live, lacking))
-            continue
-        memory.add(memory_key(live.tensor))
-        wrong = _misfit(live, there[parts[0]], strict, report, code) if type(adapter).join is Adapter.join else []
-        if not wrong and not is_asked(live):
-            why = unwritable(live.tensor) if isinstance(live.tensor, DTensor) else _without_memory(live.tensor)
-            wrong = [f"{key} {why}"] if why else []
-        problems += wrong
-        remedies |= _remedies(wrong)
-        fills.append(_Fill(live, parts))
-    report.missing += [key for key, live, _ in absent if memory_key(live.tensor) not in memory]
-    report.unexpected += sorted(name for name in there.keys() - used if not _inside(name, scan.extras))
-    report.notes += [f"{key} is not a tensor and was left as it is" for key in scan.extras]
-    if "lenient" not in strict:
-        gone = {key: lacking for key, _, lacking in absent}
-        problems += [f"{key} is missing in the files{_named(key, gone[key])}" for key in report.missing]
-        problems += [f"{name} is in the files but unexpected here" for name in report.unexpected]
-        remedies |= {LENIENT} if report.missing or report.unexpected else set()
-    if "lenient" in strict and there and scan.tensors and not fills:
-        problems.append(
-            f"nothing would be loaded: no name in the files is one here (there is {next(iter(there))!r}, here is {next(iter(scan.tensors))!r})"
-        )
-    raise_all(problems, remedies)
-    read = _read_before(fills, weights, adapter, strict, report, code)
-    given: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for done, (live, parts) in enumerate(fills):
-            value = read[done] if done in read else _joined(adapter, live.key, [weights.read(part) for part in parts])
-            late = _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report, code)
-            if late:
-                raise Mismatch(
-                    "; ".join(late), now=f"{done} of {len(fills)} tensors were loaded: do not use the model", todo="correct the adapter"
-                )
-            if _is_given(live, value, code):
+    load = _Load(weights, adapter or Adapter(), strict, report, code)
+    fills = load.matched(scan)
+    given = load.put(fills, load.read_before(fills))
+    for call in give_values(state, code, given) if report.loaded else ():
+        call()
+    report.cast = sorted(set(report.cast))
+    return report
+
+
+class _Load(NamedTuple):
+    """One filling of a model; in order: ``matched``, ``read_before``, ``put``."""
+
+    weights: Weights
+    adapter: Adapter
+    strict: Strictness
+    report: StateReport
+    code: LoadCode
+
+    def matched(self, scan: ModuleScan) -> list[_Fill]:
+        """What is to be filled from what, by what files and model say of themselves; nothing is read yet.
+
+        Raises:
+            Mismatch: something does not fit.
+        """
+        there = self.weights.kinds()
+        raise_all([f"{key} {_without_memory(live.tensor)}" for key, live in scan.tensors.items() if is_lazy(live.tensor)])
+        problems: list[str] = []
+        fills: list[_Fill] = []
+        used: set[str] = set()
+        absent: dict[str, list[str]] = {}
+        for key, live in scan.tensors.items():
+            parts = _parts(self.adapter, key, there)
+            lacking = [part for part in parts if part not in there]
+            used.update(parts)
+            if not parts or lacking:
+                absent[key] = lacking
+                continue
+            wrong = self._misfit(live, there[parts[0]]) if type(self.adapter).join is Adapter.join else []
+            if not wrong and not is_asked(live):
+                why = unwritable(live.tensor) if isinstance(live.tensor, DTensor) else _without_memory(live.tensor)
+                wrong = [f"{key} {why}"] if why else []
+            problems += wrong
+            fills.append(_Fill(live, parts))
+        memory = {memory_key(f.live.tensor) for f in fills}
+        self.report.missing += [key for key in absent if memory_key(scan.tensors[key].tensor) not in memory]
+        self.report.unexpected += sorted(name for name in there.keys() - used if not _inside(name, scan.extras))
+        self.report.notes += [f"{key} is not a tensor and was left as it is" for key in scan.extras]
+        remedies = _remedies(problems)
+        if "lenient" not in self.strict:
+            problems += [f"{key} is missing in the files{_named(key, absent[key])}" for key in self.report.missing]
+            problems += [f"{name} is in the files but unexpected here" for name in self.report.unexpected]
+            remedies |= {LENIENT} if self.report.missing or self.report.unexpected else set()
+        elif there and scan.tensors and not fills:
+            names = f"there is {next(iter(there))!r}, here is {next(iter(scan.tensors))!r}"
+            problems.append(f"nothing would be loaded: no name in the files is one here ({names})")
+        raise_all(problems, remedies)
+        return fills
+
+    def read_before(self, fills: list[_Fill]) -> dict[int, torch.Tensor]:
+        """Values of those, by number, that share memory with each other or in themselves (tied or expanded tensors), which must agree on it.
+
+        Raises:
+            Mismatch: they do not; nothing was changed.
+        """
+        plain = {n: f for n, f in enumerate(fills) if not is_asked(f.live) and not isinstance(f.live.tensor, DTensor)}
+        storages = Counter(f.live.tensor.untyped_storage().data_ptr() for f in plain.values() if f.live.tensor.numel())
+        found: dict[int, torch.Tensor] = {}
+        late: list[Late] = []
+        problems: list[str] = []
+        for number, item in plain.items():
+            live = item.live
+            if live.tensor.numel() and (storages[live.tensor.untyped_storage().data_ptr()] > 1 or unwritable(live.tensor)):
+                value = self._joined(item)
+                problems += (wrong := self._misfit(live, Kind(value.dtype, tuple(value.shape))))
+                if not wrong and not _is_given(live, value, self.code):
+                    found[number] = value
+                    late.append(Late(live.key, live.tensor.detach(), value))
+        raise_all(problems + settle(Index(()), (), late)[1], _remedies(problems))
+        return found
+
+    @torch.no_grad()
+    def put(self, fills: list[_Fill], read: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Fill the memory.
+
+        Args:
+            read: values that were read before, by number.
+
+        Returns:
+            Values that modules take by code of their own, by key: not put yet.
+        """
+        given: dict[str, torch.Tensor] = {}
+        for done, item in enumerate(fills):
+            live, value = item.live, read[done] if done in read else self._joined(item)
+            if late := self._misfit(live, Kind(value.dtype, tuple(value.shape))):
+                now = f"{done} of {len(fills)} tensors were loaded: do not use the model"
+                raise Mismatch("; ".join(late), now=now, todo="correct the adapter")
+            if _is_given(live, value, self.code):
                 given[live.key] = value.clone()
             elif done in read:
                 one, values = single(live.tensor.detach(), value)
                 one.copy_(values)
             else:
                 _copy(live.tensor, value, live.key)
-            report.loaded += 1
-    for load in give_values(state, code, given) if report.loaded else ():
-        load()
-    report.cast = sorted(set(report.cast))
-    return report
+            self.report.loaded += 1
+        return given
 
+    def _joined(self, item: _Fill) -> torch.Tensor:
+        value = self.adapter.join(item.live.key, [self.weights.read(part) for part in item.parts])
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"{type(self.adapter).__qualname__}.join({item.live.key!r}) gives a {type(value).__qualname__}, and no tensor",
+                now="tensors before it are loaded: do not use the model",
+                todo="correct the adapter",
+            )
+        return value
 
-def _read_before(
-    fills: list[_Fill], weights: Weights, adapter: Adapter, strict: Strictness, report: StateReport, code: LoadCode
-) -> dict[int, torch.Tensor]:
-    """Values of those, by number, that share memory with each other or in themselves (tied or expanded tensors), which must agree on it.
-
-    Raises:
-        Mismatch: they do not; nothing was changed.
-    """
-    plain = {n: f.live for n, f in enumerate(fills) if not is_asked(f.live) and not isinstance(f.live.tensor, DTensor)}
-    storages = Counter(live.tensor.untyped_storage().data_ptr() for live in plain.values() if live.tensor.numel())
-    found: dict[int, torch.Tensor] = {}
-    late: list[Late] = []
-    problems: list[str] = []
-    for number, live in plain.items():
-        if live.tensor.numel() and (storages[live.tensor.untyped_storage().data_ptr()] > 1 or unwritable(live.tensor)):
-            value = _joined(adapter, live.key, [weights.read(part) for part in fills[number].parts])
-            problems += (wrong := _misfit(live, Kind(value.dtype, tuple(value.shape)), strict, report, code))
-            if not wrong and not _is_given(live, value, code):
-                found[number] = value
-                late.append(Late(live.key, live.tensor.detach(), value))
-    raise_all(problems + settle(Index(()), (), late)[1], _remedies(problems))
-    return found
+    def _misfit(self, live: Live, kind: Kind) -> list[str]:
+        key, tensor = live.key, live.tensor
+        if key.rpartition(".")[2] == EXTRA:  # its module takes what it gave
+            return []
+        if tuple(tensor.shape) != kind.shape and not self.code.shapes(live):
+            return [f"{key} has shape {tuple(tensor.shape)}, in the files it is {kind.shape}"]
+        if tensor.dtype == kind.dtype:
+            return []
+        if not castable(tensor.dtype, kind.dtype):
+            return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)}, which is not converted"]
+        if "cast" not in self.strict:
+            return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} {_WOULD}"]
+        self.report.cast.append(key)
+        return []
 
 
 def _parts(adapter: Adapter, key: str, there: Mapping[str, Kind]) -> tuple[str, ...]:
@@ -163,17 +209,6 @@ def _parts(adapter: Adapter, key: str, there: Mapping[str, Kind]) -> tuple[str, 
             f"{type(adapter).__qualname__}.parts({key!r}) gives {parts!r}", now="nothing was changed", todo="give a list of names"
         )
     return tuple(parts)
-
-
-def _joined(adapter: Adapter, key: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    value = adapter.join(key, parts)
-    if not isinstance(value, torch.Tensor):
-        raise ConfigError(
-            f"{type(adapter).__qualname__}.join({key!r}) gives a {type(value).__qualname__}, and no tensor",
-            now="tensors before it are loaded: do not use the model",
-            todo="correct the adapter",
-        )
-    return value
 
 
 def unwritable(tensor: torch.Tensor) -> str:
@@ -208,22 +243,6 @@ def _inside(name: str, extras: Collection[str]) -> bool:
 
 def _named(key: str, lacking: list[str]) -> str:
     return f" (as {', '.join(lacking)})" if lacking and lacking != [key] else ""
-
-
-def _misfit(live: Live, kind: Kind, strict: Strictness, report: StateReport, code: LoadCode) -> list[str]:
-    key, tensor = live.key, live.tensor
-    if key.rpartition(".")[2] == EXTRA:  # its module takes what it gave
-        return []
-    if tuple(tensor.shape) != kind.shape and not code.shapes(live):
-        return [f"{key} has shape {tuple(tensor.shape)}, in the files it is {kind.shape}"]
-    if tensor.dtype == kind.dtype:
-        return []
-    if not castable(tensor.dtype, kind.dtype):
-        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)}, which is not converted"]
-    if "cast" not in strict:
-        return [f"{key} is {dtype_name(tensor.dtype)}, in the files it is {dtype_name(kind.dtype)} {_WOULD}"]
-    report.cast.append(key)
-    return []
 
 
 def _is_given(live: Live, value: torch.Tensor, code: LoadCode) -> bool:
