@@ -18,7 +18,8 @@ from chaos.evidence import Happened, Line
 from chaos.workloads.network import ETCD, HUB, Network
 from chaos.workloads.units import MARK, TRAINER, Unit, end_all, marked, send
 from ftckpt.testing.cluster import Child, free_port, lighthouse, torchrun, wait_port
-from ftckpt.testing.etcd_server import EtcdCluster, EtcdServer
+from ftckpt.testing.etcd_cluster import EtcdCluster
+from ftckpt.testing.etcd_server import EtcdServer
 from ftckpt.testing.tcp_proxy import TcpProxy
 
 HOOKS = Path(__file__).parents[1] / "hooks"

@@ -19,7 +19,8 @@ from ftckpt.errors import Diverged, LogRegressed
 from ftckpt.flows.log_rebuild import plan_rebuild, rebuild
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import CommitLog
-from ftckpt.testing.etcd_server import EtcdCluster, EtcdServer, have_etcd
+from ftckpt.testing.etcd_cluster import EtcdCluster
+from ftckpt.testing.etcd_server import EtcdServer, have_etcd
 from ftckpt.testing.tcp_proxy import TcpProxy
 from ftckpt.wiring import open_log
 

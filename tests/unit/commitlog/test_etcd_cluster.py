@@ -12,7 +12,8 @@ from timing import timed
 from ftckpt.commitlog.etcd import EtcdLog
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import LogUnreachable
-from ftckpt.testing.etcd_server import EtcdCluster, have_etcd
+from ftckpt.testing.etcd_cluster import EtcdCluster
+from ftckpt.testing.etcd_server import have_etcd
 from ftckpt.testing.log_world import commit, dense, eventually, fill, generation
 
 pytestmark = [pytest.mark.etcd, pytest.mark.skipif(not have_etcd(), reason="no etcd in PATH")]

@@ -12,7 +12,8 @@ from ftckpt.commitlog.keyvalue import Deadline, Put
 from ftckpt.commitlog.memory import MemoryLog, MemoryStore
 from ftckpt.commitlog.sqlite import SqliteLog
 from ftckpt.ports import CommitLog
-from ftckpt.testing.etcd_server import EtcdCluster, EtcdServer, have_etcd
+from ftckpt.testing.etcd_cluster import EtcdCluster
+from ftckpt.testing.etcd_server import EtcdServer, have_etcd
 from ftckpt.testing.log_conformance import CHECKS, World
 
 _jobs = itertools.count()
