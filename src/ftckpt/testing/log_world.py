@@ -18,6 +18,9 @@ from ftckpt.errors import LogError
 from ftckpt.ports import CommitLog, ReplicaInfo
 from ftckpt.testing.store_conformance import ConformanceError, expect
 
+WRITERS = 8
+GRACE = 6.0  # seconds by which an expiry may come late
+
 
 class World(msgspec.Struct, frozen=True):
     """One log for a check to work on.
@@ -33,6 +36,21 @@ class World(msgspec.Struct, frozen=True):
     job: str
     url: str | None = None
     corrupt: Callable[[CommitLog, int, bytes], None] | None = None
+
+
+Check = Callable[[World], None]
+Checks = dict[str, Check]
+
+
+def checks_of() -> tuple[Checks, Callable[[Check], Check]]:
+    """A place for checks, and the decorator that puts one there under its name."""
+    checks: Checks = {}
+
+    def check(function: Check) -> Check:
+        checks[function.__name__] = function
+        return function
+
+    return checks, check
 
 
 def generation(step: int, *, writer: str = "r0", attempt: str | None = None, base: int = -1) -> Entry:
