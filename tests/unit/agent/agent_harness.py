@@ -182,9 +182,19 @@ class Trainer:
 
 def running(pid: int) -> bool:
     launch.reap()
+    return _state(pid) not in "ZX"
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and return once it does nothing any more."""
+    os.kill(pid, signal.SIGSTOP)
+    assert until(lambda: _state(pid) == "T", 10.0)
+
+
+def _state(pid: int) -> str:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as f:
-        return f.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
+        return f.read().rsplit(")", 1)[1].split()[0]
+    return "X"
 
 
 def ended(pid: int, timeout: float) -> bool:

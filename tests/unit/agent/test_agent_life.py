@@ -12,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agent_harness import Rig, Trainer, ended, running, table_of, until
+from agent_harness import Rig, Trainer, ended, running, stop, table_of, until
 
 from ftckpt.errors import AgentError, ConfigError, DeadlineExceeded, SaveFailed
 from ftckpt.link import launch
 from ftckpt.link import messages as m
+from ftckpt.link.channel import Channel
 from ftckpt.link.client import AgentClient, AgentConfig
 from ftckpt.transfer.client import fetch
 from proc import open_files
@@ -30,6 +31,10 @@ def start(rig: Rig, action: str, config: AgentConfig | None = None) -> subproces
     return subprocess.Popen(
         [sys.executable, str(HERE / "trainer_process.py"), str(file), action], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def sockets(pid: int) -> int:
+    return sum(shown.startswith("socket:") for shown in open_files(pid).values())
 
 
 def outcome(rig: Rig, process: subprocess.Popen[str], timeout: float = 20.0) -> list[int]:
@@ -358,3 +363,27 @@ def test_agent_is_lowered_against_the_trainers_session_while_it_persists(rig: Ri
     assert "7" in seen
     assert until(lambda: told.read_text().split()[-1] == "0", 5.0)
     assert Path("/proc/self/autogroup").read_text() == own
+
+
+@pytest.mark.covers("I6", "I11")
+def test_the_death_of_a_trainer_says_nothing_of_the_one_that_took_its_place_at_that_moment(rig: Rig) -> None:
+    config = rig.config(linger_s=8.0)
+    process = start(rig, "save-and-stay", config)
+    pid = int(process.stdout.readline())
+    rig.pids.add(pid)
+    before = sockets(pid)
+    sock = launch.connect(launch.paths_of(config).socket)
+    assert until(lambda: sockets(pid) > before, 10.0)  # it is let in, and has still to greet
+    stop(pid)  # it will learn of both at once, in this order
+    channel: Channel[m.ToTrainer] = Channel(sock, m.ToTrainer, "agent")
+    channel.send(m.Hello(pid=os.getpid(), job="job", replica="a", rank=0, group_world_size=1, incarnation="i2", config=b""), timeout=5.0)
+    process.kill()
+    process.communicate(timeout=10.0)
+    os.kill(pid, signal.SIGCONT)
+    answers: list[object] = []
+    assert until(lambda: answers.extend(channel.receive(0.1)) or any(isinstance(a, m.Welcome) for a in answers), 10.0)
+    channel.send(m.Drain(token=1), timeout=5.0)
+    assert until(lambda: answers.extend(channel.receive(0.1)) or any(isinstance(a, m.Drained) for a in answers), 10.0)
+    channel.send(m.Bye(), timeout=5.0)
+    channel.close()
+    assert ended(pid, 10.0)

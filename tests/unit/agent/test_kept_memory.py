@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from agent_harness import LARGE, Rig, ended, pattern, table_of, until
+from agent_harness import LARGE, Rig, ended, pattern, stop, table_of, until
 
 from ftckpt.errors import Damaged
 from ftckpt.flows.read import open_generation
@@ -235,3 +235,23 @@ def test_a_save_that_was_never_committed_leaves_the_one_before_it_kept(rig: Rig,
         assert until(lambda: any(e.kind == "save-failed" and "step 4" in e.text for e in log.events()), 10.0)
     assert [image.location for image in kept] == [entry.location] == [newest(rig).location]
     assert load(rig, kept) == (pattern(BYTES, 3), (BYTES, 0))
+
+
+@pytest.mark.covers("I5", "I11")
+def test_the_death_of_an_earlier_trainer_says_nothing_of_one_that_left_after_it_and_lives_on(rig: Rig, trained: Trained) -> None:
+    trained.tell("leave")
+    assert until(lambda: f"trainer pid {trained.process.pid} is gone" in rig.output(trained.config), 10.0)
+    second = Trained(rig, trained.config)
+    with second.process:
+        try:
+            assert second.agent == trained.agent
+            before = second.tell("look")
+            stop(trained.agent)  # it will learn of both at once, in this order
+            second.tell("leave")
+            trained.kill()
+            os.kill(trained.agent, signal.SIGCONT)
+            assert until(lambda: f"trainer pid {second.process.pid} is gone" in rig.output(trained.config), 10.0)
+            assert second.rig.trainer(second.config).client.kept(5.0)
+            assert second.tell("look") == before
+        finally:
+            second.kill()

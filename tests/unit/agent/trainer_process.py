@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from agent_harness import LARGE, Trainer, pattern, table_of
 
-from ftckpt.domain.trajectory import genesis
+from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.link.client import AgentConfig
 
 
@@ -42,6 +42,8 @@ def main(config_file: str, action: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "save-thrice":  # images of a few blocks
         trainer.table = table_of(LARGE, f"model/w{config.rank}")
+        if (tail := trainer.client.tail) is not None:  # go on from there
+            trainer.at = Trajectory(tail.step, tail.trajectory)
         for number in (1, 2, 3):
             trainer.save(fill=pattern(trainer.table.image_bytes, number)).wait(20.0)
         print(pid, flush=True)
