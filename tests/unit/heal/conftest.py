@@ -30,7 +30,7 @@ class Handle:
 
     def __init__(self, folder: Path, name: str, options: dict[str, Any]) -> None:
         self.name = name
-        env, size = options.pop("env", {}), {k: options.pop(k) for k in ("side", "layers", "seed", "backwards") if k in options}
+        env, size = options.pop("env", {}), {k: options.pop(k) for k in ("side", "layers", "seed", "backwards", "code") if k in options}
         settings = {"root": str(folder / "root"), "replica": name, "runtime_dir": str(folder / "run"), **options}
         settings.setdefault("deadlines.heal_stall_s", 3.0)
         settings.setdefault("deadlines.linger_s", 2.0)

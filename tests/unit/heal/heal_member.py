@@ -34,6 +34,35 @@ class Told(Peers):
         return super().urls() if self.named is None else self.named
 
 
+class Caching(torch.nn.Linear):
+    """Forward uses what is made of the weight when that is loaded, and a window whose size training sets."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__(side, side, bias=False)
+        self.register_buffer("window", torch.zeros(0))
+        self.loads = 0
+        self.register_load_state_dict_post_hook(lambda module, keys: module.derive())
+
+    def derive(self) -> None:
+        self.loads += 1
+        self.twice = self.weight.detach() * 2
+
+    def _load_from_state_dict(self, given: Any, prefix: str, *rest: Any) -> None:
+        self.window = torch.empty_like(given[prefix + "window"])
+        super()._load_from_state_dict(given, prefix, *rest)
+
+
+class Whole(torch.nn.Sequential):
+    """Its load is its own."""
+
+    total = 0.0
+
+    def load_state_dict(self, given: Any, strict: bool = True, assign: bool = False) -> Any:
+        taken = super().load_state_dict(given, strict, assign)
+        self.total = sum(float(value.sum()) for value in given.values())
+        return taken
+
+
 class Member:
     """A model with a buffer and AdamW moments, all of whose numbers are the step they belong to."""
 
@@ -43,6 +72,8 @@ class Member:
         self.ckpt = Checkpointer.open(job="heal", policy=Never(), **spec["settings"])
         side = spec.get("side", 256)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(side, side) for _ in range(spec.get("layers", 3))), torch.nn.BatchNorm1d(side))
+        if spec.get("code"):
+            self.model = Whole(*self.model, Caching(side))
         if spec.get("backwards"):  # the same names, in another order
             for name in reversed(list(self.model._modules)):
                 self.model._modules[name] = self.model._modules.pop(name)
@@ -91,6 +122,18 @@ class Member:
         names = {p: name for name, p in self.model.named_parameters()}
         moments = {f"{names[p]}/{k}": t for p, s in self.optimizer.state.items() for k, t in s.items()}
         return {**self.model.state_dict(), **moments}
+
+    def grow(self, size: int) -> dict[str, Any]:
+        """Training has set the size of a buffer."""
+        self.model[-1].window = torch.zeros(size)
+        return {}
+
+    def derived(self) -> dict[str, Any]:
+        """What load code has made of the state, and how often, and whether it is of the live one."""
+        last = self.model[-1]
+        total = sum(float(value.sum()) for value in self.model.state_dict().values())
+        right = hasattr(last, "twice") and torch.equal(last.twice, last.weight * 2) and self.model.total == total
+        return {"loads": last.loads, "right": right, "window": last.window.tolist()}
 
     def mark(self) -> None:
         """Every tensor gets a number of its own."""

@@ -21,6 +21,19 @@ def test_tensors_are_matched_by_name_and_not_by_order(members: Start, worthless:
     assert joiner.call("mixed") == {"names": []}
 
 
+@pytest.mark.covers("F40", "F51", "I5")
+@pytest.mark.parametrize("worthless", [False, True], ids=["kept", "in place"])
+def test_load_code_of_modules_runs_once_when_a_peers_state_is_there(members: Start, worthless: bool) -> None:
+    source, joiner = members("source", "joiner", code=True, seed=1)
+    source.call("grow", size=5)
+    source.call("publish", step=4)
+    got = joiner.call("heal", metadata=source.metadata, step=4, worthless=worthless)
+    assert "error" not in got, got
+    assert got["numbers"] == [4.0]
+    assert ("model/4.weight" in got["placed"]) == worthless
+    assert joiner.call("derived") == {"loads": 1, "right": True, "window": [4.0] * 5}
+
+
 @pytest.mark.covers("I14", "I5")
 @pytest.mark.parametrize("worthless", [False, True], ids=["kept", "in place"])
 def test_a_peer_whose_shards_are_cut_otherwise_is_a_typed_error_and_changes_nothing(members: Start, worthless: bool) -> None:
