@@ -197,6 +197,8 @@ def _notes(reports: Mapping[str, AuditReport], faults: Iterable[Fault]) -> list[
             said.append(f"{of}{common.count(len(r.after), 'draw')} of steps after this state, not judged here")
         if r.unplaced:
             said.append(f"{of}{common.count(len(r.unplaced), 'draw')} of steps of which the records do not say what became of them")
+    if any(e.samples is None for r in reports.values() for e in r.epochs):
+        said.append("samples are told apart by their ids alone, and that these are the ids of an epoch was not checked: see --samples")
     return said
 
 

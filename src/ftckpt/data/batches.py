@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ftckpt.data.chain import Chain
 from ftckpt.data.deck import Deck
 from ftckpt.data.intent import Recorder, sample_ids
@@ -78,7 +80,8 @@ class BatchFeed(Iterator[Any]):
         epochs: the epochs of the whole job: after so many, counted from its beginning, the data are over. None goes on for ever.
         draws_per_step: batches that one step takes at most (gradient accumulation); a step may end with fewer.
         samples_of: number of samples in a batch; by default the first dimension found in it.
-        ranks: ranks of the replica group that draw alike; samples are multiplied by it.
+        ranks: parts that the replica group's data are in, one per rank or fewer; samples are multiplied by it.
+        own: which of them this rank draws; those with the same one draw the same samples, and count once. None: one of its own.
         after_seek: called after the loader was moved, before it is drawn from (to restore random streams).
         ids: sample ids of a batch, whole numbers, as many as it has samples; for ``record``.
         make: makes the loader that another replica had, by its name: positions may then include those (see ``data.chain``).
@@ -102,6 +105,7 @@ class BatchFeed(Iterator[Any]):
         draws_per_step: int = 1,
         samples_of: Callable[[Any], int] | None = None,
         ranks: int = 1,
+        own: int | None = None,
         after_seek: Callable[[], None] | None = None,
         ids: Callable[[Any], Sequence[int]] | None = None,
         record: Recorder | None = None,
@@ -113,6 +117,7 @@ class BatchFeed(Iterator[Any]):
     ) -> None:
         self._epochs = None if epochs is None else whole("batches()", "epochs", epochs, 1)
         self._ranks = whole("batches()", "ranks", ranks, 1)
+        self._part = -1 if own is None else whole("batches()", "own", own, 0, self._ranks)
         self._steps = Steps(votes, whole("batches()", "draws_per_step", draws_per_step, 1), _MORE, entering)
         reel = Reel(loader, None, order) if make is None else Chain(loader, make, None, order)
         self._deck: Deck = after._deck if after is not None else Deck(reel, journal, recall, after_seek, anew)
@@ -148,7 +153,7 @@ class BatchFeed(Iterator[Any]):
             if not self._given:
                 logger.warning("batches(epochs=%s): nothing is left; epochs are counted from the job's beginning", self._epochs)
             if self._record is not None:
-                self._record.end(included + self._steps.handed, *self._deck.ended, -1, ())
+                self._record.end(included + self._steps.handed, *self._deck.ended, self._part, ())
             raise StopIteration
         samples = self._samples_of(held.batch)
         ids = sample_ids(self._ids(held.batch), samples) if self._ids is not None and self._record is not None else ()
@@ -158,7 +163,7 @@ class BatchFeed(Iterator[Any]):
         self._samples = self._ranks * samples + (0 if first else self._samples)
         self._contribute(self._steps.handed, self._samples)
         if self._ids is not None and self._record is not None:
-            self._record.draw(first, held.ordinal, held.epoch, ids, held.plan())
+            self._record.draw(first, held.ordinal, held.epoch, ids, replace(held.plan(), part=self._part))
         return held.batch
 
     def close(self) -> None:

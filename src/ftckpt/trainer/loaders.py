@@ -22,7 +22,7 @@ from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
 
 logger = logging.getLogger("ftckpt")
-_SHARED_ORDER = ("record", "ranks", "after_seek")  # options that may be there where the order is the job's and not the loader's
+_SHARED_ORDER = ("record", "after_seek")  # options that may be there where the order is the job's and not the loader's
 
 
 class Loaders:
@@ -152,7 +152,7 @@ class Loaders:
         if strange := sorted(options.keys() - set(_SHARED_ORDER)):
             raise ConfigError(
                 f"batches() of an ElasticLoader takes no {', '.join(strange)}",
-                todo="give epochs and micro_batch to its ElasticSampler, and audit=True instead of ids",
+                todo="give epochs and micro_batch to its ElasticSampler, ranks and own to it itself, and audit=True instead of ids",
             )
         order = loader.sampler.order
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ftckpt.data.whole import whole
 from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import ConfigError
 from ftckpt.trainer.handle import SaveHandle
@@ -31,7 +32,9 @@ class LoopCalls:
             audit: record sample ids for ``ftckpt data audit``.
             options: as for ``data.BatchFeed``: ``epochs``, of the whole job, counted from its beginning; ``draws_per_step``, the
                 batches that a step takes at most (gradient accumulation; 1 where it is left out); ``samples_of`` ... ``ids``, a function
-                that gives a batch's sample ids, turns the audit on; an ``ElasticLoader`` knows them and takes none of these options.
+                that gives a batch's sample ids, turns the audit on; ``ranks`` and ``own``, where ranks of the group draw the same samples
+                (tensor parallelism): how many parts the group's data are in, and which this rank draws. An ``ElasticLoader`` knows all
+                this and takes none of these options.
 
         Raises:
             ConfigError: no loader has that name, or an option does not fit it. Also out of the loop, before another batch of the same step
@@ -50,7 +53,8 @@ class LoopCalls:
                 raise ConfigError("audit=True needs ids, a function that gives a batch's sample ids", todo="give ids=")
             self._rank.ledger.open(self.settings, self.replica, self._rank.group.rank, self._rank.group.world_size)
             options.setdefault("record", self._rank.ledger)
-        options.setdefault("ranks", self._rank.group.world_size)
+        if self._rank.loaders.kind == "own":
+            _parts(options, self._rank.group.world_size)
         return self._rank.loaders.feed(name, self._rank.session, self.replica, after_seek=self._rank.loader.rng_after_seek, **options)
 
     def step(self, metrics: Mapping[str, float] | None = None) -> Outcome:
@@ -125,3 +129,14 @@ class LoopCalls:
     def replica(self) -> Replica:
         """This replica; without torchft one that stands alone."""
         return self._rank.replica
+
+
+def _parts(options: dict[str, Any], ranks: int) -> None:
+    """How a group's data are shared out to its ranks: as the script says, else to each rank its own. Raises ConfigError."""
+    if ("ranks" in options) != ("own" in options):
+        raise ConfigError(
+            f"batches() was given only {'ranks' if 'ranks' in options else 'own'}",
+            now="nothing was drawn",
+            todo="give both or neither: ranks, how many parts the group's data are in, and own, which of them this rank draws",
+        )
+    whole("batches()", "ranks", options.setdefault("ranks", ranks), 1, ranks + 1)

@@ -101,6 +101,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=None)
     p.add_argument("--goal", type=Path, default=None)
     p.add_argument("--every", type=int, default=5)
+    p.add_argument("--alike", action="store_true", help="the ranks of a group draw the same samples, and say so")
     p.add_argument("--odd", type=int, default=None, help="number of a replica that has another shared order")
     p.add_argument("--slow", type=float, default=0.0)
     p.add_argument("--resume-step", type=int, default=None)
@@ -145,6 +146,8 @@ def main() -> None:
             more["loaders"] = lambda name: make_loader(a, int(name.removeprefix("replica")))
         ckpt.resume(step=a.resume_step, data=a.data, **more)
         options: dict[str, Any] = {"audit": True} if a.loader == "elastic" else {"ids": lambda b: b.tolist(), "epochs": a.epochs}
+        if a.alike:
+            options |= {"ranks": 1, "own": 0}
         feed = ckpt.batches("loader", **options)
 
         def over() -> bool:

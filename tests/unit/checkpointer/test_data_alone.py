@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ def test_other_number_of_ranks(tmp_path: Path) -> None:
     assert (done := shared.run(ranks=2)).returncode == 0, done.stderr
     status, report = shared.audit("--samples", 60, "--complete")
     assert (status, whole(report, 2)) == (0, True), report
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F45", "I12")
+def test_ranks_of_a_group_that_draw_the_same_samples(tmp_path: Path) -> None:
+    job = Alone(tmp_path, "--samples", 60, "--epochs", 2)
+    for steps in (4, EPOCH + 2, 100):
+        assert (done := job.run("--steps", steps, "--alike", ranks=2)).returncode == 0, done.stderr
+    status, report = job.audit("--samples", 60, "--complete")
+    assert (status, whole(report, 2)) == (0, True), report
+    first = json.loads(next(job.root.glob("data/generations/s000000004-*/manifest.json")).read_text())
+    assert first["samples"] == 16  # four draws of four, for both ranks together
 
 
 @pytest.mark.covers("F47")

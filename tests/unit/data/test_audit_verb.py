@@ -16,6 +16,7 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import member_id
 from unit.flows.flowkit import JOB, World, world
 
+IDS = "samples are told apart by their ids alone, and that these are the ids of an epoch was not checked: see --samples"
 A, B = "a-r0", "b"  # a name may look like the end of a file's
 
 
@@ -62,6 +63,17 @@ def test_exact_job_is_said_to_be(job: World, capfd: pytest.CaptureFixture[str]) 
     assert "epoch 0 complete, each sample exactly once; epoch 1 in progress, 1 of 3 samples so far, none twice" in text
     assert "1 step without data" in text
     assert report["notes"] == ["1 step without data"]
+
+
+@pytest.mark.covers("I12")
+def test_that_ids_were_not_checked_is_said(job: World, capfd: pytest.CaptureFixture[str]) -> None:
+    other = [10, 11, 12]  # as many as the data set of before has
+    record(job, {A: [(1, 0, other)]}, 4, Plan(of=1, samples=3), end=0)
+    status, text, _ = audit(job.root, capfd)
+    assert (status, IDS in text) == (0, True)
+    status, text, err = audit(job.root, capfd, "--samples", "3")
+    assert (status, IDS in text) == (15, False)
+    assert "3 with ids that an epoch does not have (10-12)" in err
 
 
 @pytest.mark.covers("I12")
@@ -195,7 +207,7 @@ def test_generation_on_an_abandoned_branch_is_said_to_be(job: World, capfd: pyte
     assert (status, report["abandoned"]) == (0, True)
     assert word in audit(job.root, capfd, "--generation", "1")[1]
     status, report, _ = audit(job.root, capfd, "--generation", "0", "--json")
-    assert (status, report["abandoned"], report["notes"]) == (0, False, ["1 draw of steps after this state, not judged here"])
+    assert (status, report["abandoned"], report["notes"]) == (0, False, ["1 draw of steps after this state, not judged here", IDS])
 
 
 @pytest.mark.covers("I12")

@@ -321,6 +321,50 @@ def test_shards_of_a_padding_sampler_are_complete_together(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("I12")
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_that_draw_the_same_samples_count_once_where_they_say_so_and_not_by_their_ids(
+    said: bool, alike: bool, tmp_path: Path
+) -> None:
+    """Four ranks: two parts of the data, each for two ranks."""
+    uses: list[Use] = []
+    ends: list[End] = []
+    made: list[Made] = []
+    for rank in range(4):
+        part = rank // 2
+        data = DATA[part::2]
+        seed = part if alike else rank
+        job = Job(
+            tmp_path / str(rank),
+            lambda: DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(seed)),  # noqa: B023  # made at once
+            **({"ranks": 2, "own": part} if said else {}),
+        )
+        job.run()
+        found = read_audit(job.folder)
+        uses += [replace(u, rank=rank, ranks=4) for u in found.uses]
+        ends += [replace(e, rank=rank) for e in found.ends]
+        made = found.made
+    report = judge_audit(uses, made, made[-1].after, genesis("job").h, ends=ends)
+    if said and alike:
+        assert report.complete
+        assert [(e.once, e.handed, e.of_handed, e.draws, e.of_draws) for e in report.epochs] == [(((0, N - 1),), N, N, 6, 6)] * 3
+    else:
+        assert [e.state for e in report.epochs] == ["wrong"] * 3
+        assert all(amount(e.repeated) == N for e in report.epochs)
+
+
+@pytest.mark.covers("I12")
+def test_another_data_set_of_the_same_length_is_another_by_its_ids_alone(tmp_path: Path) -> None:
+    off = [0]
+    job = Job(tmp_path, lambda: DataLoader(TENSOR + off[0], batch_size=BATCH), epochs=1)
+    off[0] = 100
+    job.start()
+    job.run()
+    assert job.audit().epochs[0].samples is None  # the verb says then that ids were not checked
+    assert job.audit(*DATA).verdict == "wrong"
+
+
+@pytest.mark.covers("I12")
 def test_loader_that_begins_anew_where_it_was_to_go_on_is_caught(tmp_path: Path) -> None:
     class Forgetful(Plain):
         """Says that it went back to where it was, and shuffles once more."""

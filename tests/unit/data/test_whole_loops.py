@@ -185,6 +185,25 @@ def test_accumulation_counts_each_batch_once_and_is_refused_where_it_was_not_tol
     assert job.weight == sum(DATA)
 
 
+@pytest.mark.covers("I14")
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (own(), {"ranks": 1}, "given only ranks"),
+        (own(), {"own": 0}, "given only own"),
+        (own(), {"ranks": 2, "own": 0}, "below 2"),
+        (own(), {"ranks": 1, "own": 1}, "below 1"),
+        (shared(), {"ranks": 1, "own": 0}, "takes no own, ranks"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) or callable(value) else value,
+)
+def test_parts_of_a_groups_data_that_cannot_be_are_refused(make: Make, options: dict[str, int], words: str, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        job.run(make(), steps(**options))
+    assert job.ids == []
+
+
 @pytest.mark.covers("I12")
 def test_a_shared_order_gives_a_step_one_batch(tmp_path: Path) -> None:
     def twice(ckpt: Any, train: Callable[[Any], None]) -> None:
