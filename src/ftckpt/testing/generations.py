@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ftckpt.domain.ledger import Append, Entry, Participant, judge
 from ftckpt.domain.names import GenerationName, attempt_id, cursor_file, generation_dir, member_id, shard_file
@@ -100,60 +101,22 @@ def write_generation(
         TailMoved: the log's rule does not allow this trajectory after the tail.
     """
     at = trajectory or walk(job, step)
-    stamp = time.time() if created is None else created
-    attempt = attempt or attempt_id(at.h, "testing", step)
-    location = str(GenerationName(step, at.h[:8], attempt))
-    base = generation_dir(job, location)
-    tail = log.tail() if log is not None else None
     intent = Intent(
         job=job,
         step=step,
         trajectory=at.h,
-        attempt=attempt,
+        attempt=attempt or attempt_id(at.h, "testing", step),
         writer=replicas[0],
         incarnation="testing",
         group_world_size=ranks,
-        created=stamp,
+        created=time.time() if created is None else created,
     )
-    store.put(f"{base}/{INTENT}", encode(intent), if_absent=True)
-    before = tail if reuse and tail is not None and tail.kind == "generation" and at.holds(tail.trajectory) else None
-    stored = [_shard(store, job, location, tensors, rank, ranks, before, digests=reuse) for rank in range(ranks)]
-    shards = tuple(info for info, _ in stored)
-    refers = tuple(r for _, refers in stored for r in refers)
-    small = _put(store, base, LEAVES, encode_leaves({k: encode_tree(v) for k, v in (leaves or {}).items()}))
-    cursors = tuple(_cursor(store, base, at, replica, rank, ranks) for replica in replicas for rank in range(ranks))
-    document = Manifest(
-        version=REFERRING_VERSION if refers else MANIFEST_VERSION,
-        job=job,
-        log=_uuid(log),
-        known_tail=tail.index if tail is not None else -1,
-        base=tail.index if tail is not None else -1,
-        step=step,
-        trajectory=at,
-        attempt=attempt,
-        writer=replicas[0],
-        group_world_size=ranks,
-        shards=shards,
-        leaves=small,
-        cursors=cursors,
-        participants=tuple(Participant(replica, step, step) for replica in replicas),
-        counts={str(member_id(replica)): step for replica in replicas},
-        samples=step * len(replicas),
-        batches_committed=step * len(replicas),
-        states={
-            **{name.partition("/")[0]: StateInfo(kind="module") for name in tensors},
-            **{k: StateInfo(kind="tree") for k in leaves or {}},
-        },
-        metrics=dict(metrics or {}),
-        created=stamp,
-        refers=refers,
-        via=(before.index,) if before is not None and refers else (),
-    )
+    document = replace(_files(store, log, intent, at, tensors, leaves or {}, replicas, reuse=reuse), metrics=dict(metrics or {}))
     data = encode(document)
-    entry = record(document, data, location)
+    entry = record(document, data, _location(intent))
     if not manifest:
         return entry
-    store.put(f"{base}/{MANIFEST}", data)
+    store.put(f"{generation_dir(job, entry.location)}/{MANIFEST}", data)
     return append(log, entry, at) if commit and log is not None else entry
 
 
@@ -211,6 +174,58 @@ def shorten(store: BlobStore, path: str, by: int) -> None:
     data = store.get(path)
     store.remove(path)
     store.put(path, data[: max(0, len(data) - by)])
+
+
+def _location(intent: Intent) -> str:
+    return str(GenerationName(intent.step, intent.trajectory[:8], intent.attempt))
+
+
+def _files(
+    store: BlobStore,
+    log: CommitLog | None,
+    intent: Intent,
+    at: Trajectory,
+    tensors: Arrays,
+    leaves: Mapping[str, object],
+    replicas: Sequence[str],
+    *,
+    reuse: bool,
+) -> Manifest:
+    """Write an attempt's files, and give the manifest that tells of them, as if every replica had taken part in each step."""
+    job, step, ranks, location = intent.job, intent.step, intent.group_world_size, _location(intent)
+    base, tail = generation_dir(job, location), log.tail() if log is not None else None
+    before = tail if reuse and tail is not None and tail.kind == "generation" and at.holds(tail.trajectory) else None
+    store.put(f"{base}/{INTENT}", encode(intent), if_absent=True)
+    stored = [_shard(store, job, location, tensors, rank, ranks, before, digests=reuse) for rank in range(ranks)]
+    refers = tuple(r for _, refers in stored for r in refers)
+    small = _put(store, base, LEAVES, encode_leaves({k: encode_tree(v) for k, v in leaves.items()}))
+    cursors = tuple(_cursor(store, base, at, replica, rank, ranks) for replica in replicas for rank in range(ranks))
+    return Manifest(
+        version=REFERRING_VERSION if refers else MANIFEST_VERSION,
+        job=job,
+        log=_uuid(log),
+        known_tail=tail.index if tail is not None else -1,
+        base=tail.index if tail is not None else -1,
+        step=step,
+        trajectory=at,
+        attempt=intent.attempt,
+        writer=intent.writer,
+        group_world_size=ranks,
+        shards=tuple(info for info, _ in stored),
+        leaves=small,
+        cursors=cursors,
+        participants=tuple(Participant(replica, step, step) for replica in replicas),
+        counts={str(member_id(replica)): step for replica in replicas},
+        samples=step * len(replicas),
+        batches_committed=step * len(replicas),
+        states={
+            **{name.partition("/")[0]: StateInfo(kind="module") for name in tensors},
+            **{k: StateInfo(kind="tree") for k in leaves},
+        },
+        created=intent.created,
+        refers=refers,
+        via=(before.index,) if before is not None and refers else (),
+    )
 
 
 def _uuid(log: CommitLog | None) -> str:
