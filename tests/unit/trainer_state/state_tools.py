@@ -58,6 +58,16 @@ def save(states, group=None):
     return Saved([image_of(plan.table, memory)], merge_leaves([decode_leaves(leaves, "leaves")]), plan.states)
 
 
+def trained(model, optimizer, steps=2):
+    """A model and its optimizer after some steps on random data."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        first = next(model.parameters())
+        model(torch.randn(2, first.shape[1], dtype=first.dtype)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
 def same(a, b):
     """Equal bit for bit, NaNs and signed zeros too."""
     a, b = a.detach(), b.detach()
