@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,37 +14,13 @@ from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
 from ftckpt.domain.vote import Act, Role, Slot, Stance
 from ftckpt.errors import ConfigError, FtckptError, HealRefused
 from ftckpt.trainer.replicas.acts import Agreed
+from ftckpt.trainer.replicas.attempt import Attempt
 from ftckpt.trainer.replicas.base import NOWHERE, Callbacks, Outcome, Position
 from ftckpt.trainer.replicas.bounds import Bounds, Limits
 from ftckpt.trainer.replicas.outcomes import Outcomes
 
 TORN = Position(trajectory=Trajectory(-1, "0" * 64))
 """The position while a fetched state is being loaded."""
-
-
-@dataclasses.dataclass(slots=True)
-class Attempt:
-    """One attempt at a step, from ``start_quorum`` to the vote.
-
-    Args:
-        ordinal: counts the attempts of this incarnation; alike on all ranks of the group.
-        stance: whether this replica's state may take part; None before the quorum.
-        sent: the slot has gone out.
-        empty: it is the step from 0 to 1, in which nobody contributes.
-        tail: what was read for it (entry, whether it could be read).
-        coming: position of a fetched state until it is applied.
-        healed: the fetched state was applied.
-        why: reasons to tell.
-    """
-
-    ordinal: int
-    stance: Stance | None = None
-    sent: bool = False
-    empty: bool = False
-    tail: tuple[Entry | None, bool] | None = None
-    coming: Position | None = None
-    healed: bool = False
-    why: list[str] = dataclasses.field(default_factory=list)
 
 
 class Member:
@@ -189,7 +164,7 @@ class Member:
         tail, _ = self.tail()
         state = self.voting.trajectory
         return Slot(
-            role=self._role(spare),
+            role=self.now.role(spare),
             member=self.member,
             nonce=attempt_nonce(self.incarnation, self.now.ordinal),
             h=state.h,
@@ -197,15 +172,6 @@ class Member:
             samples=self._adds[1],
             tail=vote.tail_word(tail, state),
         )
-
-    def _role(self, spare: bool) -> Role:
-        if self.now.stance is None or not self.now.stance.go:
-            return Role.REFUSES
-        if self.now.coming is not None:
-            return Role.HEALS
-        if spare:
-            return Role.SPARE
-        return Role.SYNCS if self.now.empty else Role.CONTRIBUTES
 
     def judge(self, slots: Sequence[Slot] | None, *, own: int, expected: int, step: int) -> tuple[str, Agreed]:
         """Decide the vote.
