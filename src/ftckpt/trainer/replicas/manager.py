@@ -23,6 +23,7 @@ from ftckpt.trainer.replicas.acts import Agreed, GroupActs
 from ftckpt.trainer.replicas.base import OWN_KEY, Callbacks, Carrier, Position, State
 from ftckpt.trainer.replicas.bounds import Limits, ending
 from ftckpt.trainer.replicas.edge import Client, bound_to
+from ftckpt.trainer.replicas.life import Life
 from ftckpt.trainer.replicas.member import Member
 from ftckpt.trainer.replicas.vector import StepVector
 from ftckpt.trainer.transport import UNCHANGED, FtTransport
@@ -81,7 +82,7 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         self._unrecorded: FtckptError | None = None
         self._device = _device_of(options["pg"])
         self._before_vote: list[Callable[[], None]] = []
-        self._ended: Exception | None = None
+        self._life = Life(self._tell_group)
         self._begun = self._held = False  # of this step's quorum: asked for; a batch was taken by it
         self._quorum_thread: int | None = None
         self._quorum_error: Exception | None = None
@@ -116,36 +117,28 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
     # ------------------------------------------------------------------ one step, main thread
     def start_quorum(self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None) -> None:
         """Begin a step: freeze the boundary, then torchft's quorum. Nothing, if ``members`` began it already."""
-        self._alive()
-        if self._held:
-            return  # the batch was taken for that quorum's members: another one would not fit it
-        try:
+        with self._life.at_stake():
+            if self._held:
+                return  # the batch was taken for that quorum's members: another one would not fit it
             self._begun = True
             self.standing.begin()
             self._vector, self._quorum_error, self._unrecorded = None, None, None
             self._drop_unapplied()
             self._callbacks.on_boundary()
             super().start_quorum(allow_heal, shrink_only, timeout)
-        except Exception as e:
-            self._end(e)
-            raise
 
     def members(self) -> tuple[int | None, int]:
         """See ``Replica.members``: waits for this step's quorum, and begins it if nobody did."""
-        self._alive()
-        if not self._begun:
-            self.start_quorum()
-        self._held = True
-        try:
+        with self._life.at_stake():
+            if not self._begun:
+                self.start_quorum()
+            self._held = True
             self.wait_quorum()
-        except Exception as e:
-            self._end(e)
-            raise
         return self._participating_replica_rank if self.is_participating() else None, self._participating_replica_world_size
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG) -> Work:
         """torchft's, with the vector of the step before the first one."""
-        self._alive()
+        self._life.check()
         if self._vector is None and not self.errored():
             self._device = tensor.device
             self._launch()
@@ -162,31 +155,31 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         Raises:
             Diverged, HealFailed, LogUnreachable: this replica must end; every later call raises it again.
         """
-        self._alive()
-        try:
-            for call in self._before_vote:
-                call()
-            self.wait_quorum()
-            slots = self._slots()
-            own = self._client.quorum.replica_rank
-            reason, act = self.standing.judge(slots, own=own, expected=self._participating_replica_world_size, step=self._step)
-            if reason:
-                super().report_error(FtckptError(reason))  # not ours: the process group is sound, and others still use it
-            if act.act is not Act.KEEP:
-                self._acts.propose(self.standing.now.ordinal, act)
-            if self._unrecorded is not None:
-                raise self._unrecorded
-            committed = bool(super().should_commit(timeout))
-            if committed and slots is not None:
-                self.standing.made(slots, own=own, rank=self._participating_replica_rank)
-            else:
-                self._refused()
-            return committed
-        except Exception as e:
-            self._end(e)
-            raise
-        finally:
-            self._begun = self._held = False
+        with self._life.at_stake():
+            try:
+                return self._vote(timeout)
+            finally:
+                self._begun = self._held = False
+
+    def _vote(self, timeout: timedelta | None) -> bool:
+        for call in self._before_vote:
+            call()
+        self.wait_quorum()
+        slots = self._slots()
+        own = self._client.quorum.replica_rank
+        reason, act = self.standing.judge(slots, own=own, expected=self._participating_replica_world_size, step=self._step)
+        if reason:
+            super().report_error(FtckptError(reason))  # not ours: the process group is sound, and others still use it
+        if act.act is not Act.KEEP:
+            self._acts.propose(self.standing.now.ordinal, act)
+        if self._unrecorded is not None:
+            raise self._unrecorded
+        committed = bool(super().should_commit(timeout))
+        if committed and slots is not None:
+            self.standing.made(slots, own=own, rank=self._participating_replica_rank)
+        else:
+            self._refused()
+        return committed
 
     def report_error(self, e: Exception) -> None:
         """torchft's; the first error of a step ends the process group, so that the others need not wait for its time-out."""
@@ -314,15 +307,8 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         self._go_blank()
 
     # ------------------------------------------------------------------ ends
-    def _alive(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-
-    def _end(self, error: Exception) -> None:
-        """Nothing goes on after this: for this rank at once, for the group's others after the vote that they wait in."""
-        if self._ended is not None:
-            return
-        self._ended = error
+    def _tell_group(self, error: Exception) -> None:
+        """This rank has ended; the group's others do after the vote that they wait in."""
         if self._group_world_size == 1:
             return
         try:
