@@ -25,21 +25,12 @@ from ftckpt.trainer.replicas.bounds import Limits, ending
 from ftckpt.trainer.replicas.edge import Client, bound_to
 from ftckpt.trainer.replicas.life import Life
 from ftckpt.trainer.replicas.member import Member
-from ftckpt.trainer.replicas.vector import StepVector
+from ftckpt.trainer.replicas.vector import PG_ERRORS, StepVector, device_of
 from ftckpt.trainer.transport import UNCHANGED, FtTransport
 
 log = logging.getLogger("ftckpt.replica")
 
 SPENT = "the live state counts for nothing: it was given up, or partly overwritten"
-
-PG_ERRORS = (RuntimeError, ValueError, AssertionError, AttributeError, OSError)
-"""What a process group raises when it, or a peer, is gone (torch's own errors are RuntimeErrors)."""
-
-
-def _device_of(pg: object) -> torch.device:
-    """Where the vector of a step lives until the first gradient shows it: on the accelerator for process groups that need it there."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator if accelerator is not None and "Gloo" not in type(pg).__name__ else torch.device("cpu")
 
 
 class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
@@ -80,7 +71,7 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         self.standing = Member(job, replica, incarnation, callbacks, limits, world_size)
         self._vector: StepVector | None = None
         self._unrecorded: FtckptError | None = None
-        self._device = _device_of(options["pg"])
+        self._device = device_of(options["pg"])
         self._before_vote: list[Callable[[], None]] = []
         self._life = Life(self._tell_group)
         self._begun = self._held = False  # of this step's quorum: asked for; a batch was taken by it

@@ -9,6 +9,15 @@ from torchft.process_group import ProcessGroup
 
 from ftckpt.domain.vote import WORDS, Slot
 
+PG_ERRORS = (RuntimeError, ValueError, AssertionError, AttributeError, OSError)
+"""What a process group raises when it, or a peer, is gone (torch's own errors are RuntimeErrors)."""
+
+
+def device_of(pg: object) -> torch.device:
+    """Where the vector of a step lives until the first gradient shows it: on the accelerator for process groups that need it there."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator if accelerator is not None and "Gloo" not in type(pg).__name__ else torch.device("cpu")
+
 
 class StepVector:
     """One all-gather of int64 numbers, a slot per member of the process group.
