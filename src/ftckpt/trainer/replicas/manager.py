@@ -67,8 +67,8 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
         most_replicas: int | None = None,
         **options: Any,
     ) -> None:
-        self._callbacks, self._most_replicas = callbacks, most_replicas
-        self.standing = Member(job, replica, incarnation, callbacks, limits, world_size)
+        self._callbacks = callbacks
+        self.standing = Member(job, replica, incarnation, callbacks, limits, world_size, most_replicas)
         self._vector: StepVector | None = None
         self._unrecorded: FtckptError | None = None
         self._device = device_of(options["pg"])
@@ -202,19 +202,9 @@ class FtManager(Manager):  # type: ignore[misc]  # torchft ships no types
             self._discard_pending()
             self.standing.heal_failed(error)
         quorum = self._client.quorum
-        if self._most_replicas is not None and quorum.replica_world_size > self._most_replicas:
-            self._warn_split(quorum.replica_world_size)
         go = self.standing.take_stance(healing=self._healing, max_step=quorum.max_step, world_size=quorum.replica_world_size)
         if not go:
             self._participating_replica_rank = None  # contributes zeros; an error reported here would let the first bucket out
-
-    def _warn_split(self, members: int) -> None:
-        """Once: the job has more replicas than were told, so that two quorums at once have become possible."""
-        self.standing.tell(
-            f"the quorum has {members} members where at most {self._most_replicas} were expected: a cut network could make the job go two "
-            "ways; raise min_replica_size, or give max_replicas and allow_split=True"
-        )
-        self._most_replicas = None
 
     def _admit(self, state: State, step: int) -> None:
         """Guard of the transport: raise unless the fetched state may be taken."""

@@ -33,14 +33,24 @@ class Member:
         callbacks: where the tail is read.
         limits: bounds of what is tried.
         group_world_size: ranks in the group.
+        most_replicas: more members of a quorum than these are warned of (rule 12); None: no number is too many.
     """
 
-    def __init__(self, job: str, replica: str, incarnation: str, callbacks: Callbacks, limits: Limits, group_world_size: int = 1) -> None:
+    def __init__(
+        self,
+        job: str,
+        replica: str,
+        incarnation: str,
+        callbacks: Callbacks,
+        limits: Limits,
+        group_world_size: int = 1,
+        most_replicas: int | None = None,
+    ) -> None:
         self.replica, self.member, self.incarnation = replica, member_id(replica), incarnation
         self.position = Position(trajectory=genesis(job))
         self.bounds = Bounds(limits, group_world_size)
         self.now = Attempt(0)
-        self._callbacks = callbacks
+        self._callbacks, self._most_replicas = callbacks, most_replicas
         self._first, self._adds = True, (0, 0)
         self._spent = False  # a heal may have overwritten some of the live state
         self.outcomes = Outcomes()
@@ -132,6 +142,8 @@ class Member:
             max_step: greatest step in the quorum.
             world_size: members of the quorum.
         """
+        if self._most_replicas is not None and world_size > self._most_replicas:
+            self._warn_split(world_size, self._most_replicas)
         self.now.empty = max_step == 0
         quorum = vote.Quorum(
             first=self.first,
@@ -151,6 +163,14 @@ class Member:
             stance = Stance(False, Act.EXIT, f"{stance.reason}, again: others go on outside of this quorum")
         self.now.stance = stance
         return stance.go
+
+    def _warn_split(self, members: int, expected: int) -> None:
+        """Once: the job has more replicas than were told, so that two quorums at once have become possible."""
+        self.tell(
+            f"the quorum has {members} members where at most {expected} were expected: a cut network could make the job go two "
+            "ways; raise min_replica_size, or give max_replicas and allow_split=True"
+        )
+        self._most_replicas = None
 
     # ------------------------------------------------------------------ the vote
     @property
