@@ -14,10 +14,11 @@ from torch import nn
 
 from ftckpt.errors import Mismatch
 from ftckpt.flows.locate import located
+from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.casting import FLOATS
 from ftckpt.format.leaves import decode_leaves
 from ftckpt.trainer.given import Given
-from ftckpt.trainer.report import OnMeta, StateReport, Strictness
+from ftckpt.trainer.report import OnMeta, RestoreReport, StateReport, Strictness
 from ftckpt.trainer.restore import restore
 from ftckpt.trainer.states import StateRegistry, unwrap_module
 
@@ -93,44 +94,69 @@ def load_model(
     """
     began = time.monotonic()
     _check(job_or_path, model, state, strict, dtype, device, meta, threads)
-    wanted = [state] if isinstance(state, str) else [*state]
     with located(job_or_path, root=root, log=log, step=step, generation=generation) as found:
-        manifest = found.manifest
-        source = next((name for name in wanted if name in manifest.states), None)
-        if source is None:
-            raise Mismatch(
-                f"{found.location} has no state {' or '.join(map(repr, wanted))}",
-                now="the model was not changed",
-                todo=f"stored are: {', '.join(f'{n} ({i.kind})' for n, i in manifest.states.items()) or 'none'}",
-            )
-        if source != wanted[0]:
-            logger.warning("load_model: %r is not stored, %r was taken instead", wanted[0], source)
-        target = unwrap_module(model)
-        _convert(target, dtype, device)
-        states = StateRegistry()
-        states.add("model", target)
-        report = restore(
-            states,
-            found.images,
-            decode_leaves(found.leaves, f"{found.location}/leaves.json"),
-            manifest.states,
-            sources={"model": source},
-            strict=strict if dtype is None or "cast" in strict else ("cast" if strict == "exact" else "lenient+cast"),
-            meta=meta if device is None else "materialize",
-            threads=threads,
+        source = _stored(found, state)
+        loaded = _load(found, source, unwrap_module(model), strict, dtype, device, meta, threads)
+        return _report(found, source, loaded, time.monotonic() - began)
+
+
+def _stored(found: OpenGeneration, state: str | Sequence[str]) -> str:
+    """The first of the wanted models that is stored. Raises Mismatch."""
+    wanted = [state] if isinstance(state, str) else [*state]
+    states = found.manifest.states
+    source = next((name for name in wanted if name in states), None)
+    if source is None:
+        raise Mismatch(
+            f"{found.location} has no state {' or '.join(map(repr, wanted))}",
+            now="the model was not changed",
+            todo=f"stored are: {', '.join(f'{n} ({i.kind})' for n, i in states.items()) or 'none'}",
         )
-        if device is not None:
-            target._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
-        return ModelReport(
-            job=manifest.job,
-            step=manifest.step,
-            location=found.location,
-            generation=found.entry.index if found.entry is not None else None,
-            state=msgspec.structs.replace(report.states["model"], name=source),
-            stored=tuple(manifest.states),
-            bytes=report.bytes,
-            seconds=time.monotonic() - began,
-        )
+    if source != wanted[0]:
+        logger.warning("load_model: %r is not stored, %r was taken instead", wanted[0], source)
+    return source
+
+
+def _load(
+    found: OpenGeneration,
+    source: str,
+    model: nn.Module,
+    strict: Strictness,
+    dtype: torch.dtype | None,
+    device: torch.device | str | int | None,
+    meta: OnMeta,
+    threads: int,
+) -> RestoreReport:
+    """Make the model what it is to be, and fill it."""
+    _convert(model, dtype, device)
+    states = StateRegistry()
+    states.add("model", model)
+    report = restore(
+        states,
+        found.images,
+        decode_leaves(found.leaves, f"{found.location}/leaves.json"),
+        found.manifest.states,
+        sources={"model": source},
+        strict=strict if dtype is None or "cast" in strict else ("cast" if strict == "exact" else "lenient+cast"),
+        meta=meta if device is None else "materialize",
+        threads=threads,
+    )
+    if device is not None:
+        model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
+    return report
+
+
+def _report(found: OpenGeneration, source: str, loaded: RestoreReport, seconds: float) -> ModelReport:
+    manifest = found.manifest
+    return ModelReport(
+        job=manifest.job,
+        step=manifest.step,
+        location=found.location,
+        generation=found.entry.index if found.entry is not None else None,
+        state=msgspec.structs.replace(loaded.states["model"], name=source),
+        stored=tuple(manifest.states),
+        bytes=loaded.bytes,
+        seconds=seconds,
+    )
 
 
 def _check(source: object, model: object, state: object, strict: object, dtype: object, device: Any, meta: object, threads: object) -> None:
