@@ -19,7 +19,7 @@ import msgspec
 from ftckpt.agent import outcome
 from ftckpt.agent.cursors import Cursors
 from ftckpt.agent.desk import Desk
-from ftckpt.agent.following import AFTER_RECEIPTS_S, Following
+from ftckpt.agent.following import AFTER_RECEIPTS_S, Following, left_whole
 from ftckpt.agent.jobs import Candidate, Job, Written
 from ftckpt.agent.poll import Poll
 from ftckpt.agent.small import put_leaves
@@ -82,9 +82,9 @@ class Assemble:
             self._following(written)
             return
         try:
-            if written.error is not None:
+            if written.error is not None and not self._is_whole(written):
                 raise error_from(*written.error)
-            self._durable(self._assemble(written))
+            self._durable(left_whole(self._store, job) if written.error is not None else self._assemble(written))
         except FtckptError as e:
             logger.error("generation %s failed: %s", job.name, e)
             failed = outcome.failure(e)
@@ -94,6 +94,10 @@ class Assemble:
             outcome.report(self._desk, job, failed)
 
     # ------------------------------------------------------------ rank 0
+    def _is_whole(self, written: Written) -> bool:
+        """Whether what this rank is said to have no part in was made whole by its agent before this one, which died with it."""
+        return written.claimed and written.job.save.refused is not None and self._store.exists(f"{written.job.directory}/{MANIFEST}")
+
     def _assemble(self, written: Written) -> Candidate:
         job = written.job
         members = {*job.save.expected, *map(int, job.save.counts)}

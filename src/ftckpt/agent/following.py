@@ -74,7 +74,8 @@ class Following:
                     # rank 0 works in order: what it has not said by now it will not say
                     found = outcome.read(self._store, job) or self._unsaid(job, durable)
                 if found is None and absent >= _ADOPT_AFTER:
-                    self._durable(self._left_whole(job))
+                    logger.warning("rank 0's agent of %s left %s without a record: this rank appends it", config.replica, job.name)
+                    self._durable(left_whole(self._store, job))
                     return
             except FtckptError as e:
                 found = outcome.failure(e)
@@ -129,13 +130,17 @@ class Following:
         except StoreError:
             return False
 
-    def _left_whole(self, job: Job) -> Candidate:
-        """The generation of a rank 0 that died between manifest and record: the thread ``commit`` judges it as any other."""
-        logger.warning("rank 0's agent of %s left %s without a record: this rank appends it", job.config.replica, job.name)
-        path = f"{job.directory}/{MANIFEST}"
-        data = self._store.get(path)
-        manifest = decode(data, Manifest, path)
-        return Candidate(job=job, manifest=sha256(data), bytes=manifest.payload_bytes, participants=manifest.participants)
+
+def left_whole(store: BlobStore, job: Job) -> Candidate:
+    """The generation of an agent of rank 0 that died between manifest and record: the thread ``commit`` judges it as any other.
+
+    Raises:
+        NotFound: it has no manifest.
+    """
+    path = f"{job.directory}/{MANIFEST}"
+    data = store.get(path)
+    manifest = decode(data, Manifest, path)
+    return Candidate(job=job, manifest=sha256(data), bytes=manifest.payload_bytes, participants=manifest.participants)
 
 
 def _no_word(job: Job, durable: bool) -> SaveFailed:

@@ -23,12 +23,12 @@ from ftckpt.agent.retain import Done, Retain
 from ftckpt.agent.reuse import Reuse
 from ftckpt.agent.serve import Offer, Serve
 from ftckpt.agent.slots import Slots
-from ftckpt.agent.small import intent_of
+from ftckpt.agent.small import is_own
 from ftckpt.agent.work import Worker
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import FtckptError, NotFound
 from ftckpt.flows.still import reaches
-from ftckpt.format.manifest import INTENT, MANIFEST, Intent, decode
+from ftckpt.format.manifest import MANIFEST
 from ftckpt.link import messages as m
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import BlobStore, CommitLog
@@ -205,9 +205,8 @@ class Pipeline:
         Without its intent a clean-up removed it while this agent stood still; what is there was written since, and nobody
         else could tell whose it is.
         """
-        path = f"{item.job.directory}/{INTENT}"
         with contextlib.suppress(NotFound):
-            if decode(self._store.get(path), Intent, path) != intent_of(item.job):
+            if not is_own(self._store, item.job):
                 return False
         if not self._store.exists(f"{item.job.directory}/{MANIFEST}"):
             return True

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
+import msgspec
+
 from ftckpt.agent.jobs import Job
 from ftckpt.domain.names import cursor_file
 from ftckpt.errors import StoreError
 from ftckpt.format.leaves import encode_leaves
-from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, LEAVES, FileInfo, Intent, StateInfo, encode, sha256
+from ftckpt.format.manifest import CLAIMS, CURSORS, INTENT, LEAVES, FileInfo, Intent, StateInfo, decode, encode, sha256
 from ftckpt.format.merging import decode_part, held, merge_parts
 from ftckpt.format.table import TensorTable
 from ftckpt.ports import BlobStore
@@ -64,7 +66,7 @@ class SmallFiles:
 
     def _write(self) -> None:
         job, config = self._job, self._job.config
-        if not self._put_claim() and config.rank == 0:
+        if not self._put_claim() and config.rank == 0 and not (job.save.refused is not None and is_own(self._store, job)):
             raise StoreError(
                 f"attempt {job.name} exists already",
                 now="it was not changed; this save was not stored",
@@ -97,6 +99,16 @@ def put_leaves(
     leaves = encode_leaves(merged)
     store.put(f"{job.directory}/{LEAVES}", leaves)
     return FileInfo(file=LEAVES, bytes=len(leaves), sha256=sha256(leaves)), infos
+
+
+def is_own(store: BlobStore, job: Job) -> bool:
+    """Whether an attempt's directory is this group's own, as its intent says: by this agent, or one of the same trainer that died.
+
+    Raises:
+        NotFound: there is no intent.
+    """
+    path = f"{job.directory}/{INTENT}"
+    return msgspec.structs.replace(decode(store.get(path), Intent, path), created=job.received) == intent_of(job)
 
 
 def intent_of(job: Job) -> Intent:

@@ -186,8 +186,8 @@ class AgentClient(Outbox):
         self._inbox.owe(error, seen)
 
     def reopen(self) -> AgentClient:
-        """A new client after the agent was lost. If the old agent is dead, arena (all slots free) and layouts are carried over;
-        if it lives, a new arena must be attached.
+        """A new client after the agent was lost. If the old agent is dead, arena (all slots free) and layouts are carried over, and the
+        other ranks of the group learn which saves died with it; if it lives, a new arena must be attached.
 
         Raises:
             AgentError: another trainer process took this rank's agent over, or no agent can be had.
@@ -198,8 +198,14 @@ class AgentClient(Outbox):
         new = type(self).open(self.config, on_warning=self._on_warning)
         new._warned.extendleft(reversed(self._warned))
         new._inbox.inherit(self._inbox)
-        if new.agent_pid != self.agent_pid and not launch.runs(self.agent_pid) and self.arena is not None and self.arena.fd >= 0:
+        died = new.agent_pid != self.agent_pid and not launch.runs(self.agent_pid)
+        if died and self.arena is not None and self.arena.fd >= 0:
             new.attach(self.arena)
+        if died and self.config.group_world_size > 1:
+            whose = f"the agent (pid {self.agent_pid}) of rank {self.config.rank} of {self.config.replica}"
+            for attempt, trajectory in {handle.attempt: handle.trajectory for handle in self._inbox.unended}.items():
+                why = f"save of step {trajectory.step}: {whose} died before it was whole"
+                new.refuse(attempt, trajectory, AgentError(why, now="nothing was committed", todo="see the output of that agent"))
         for table, states in self._layouts:
             new.layout(table, states)
         return new

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ftckpt import errors
 from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import DeadlineExceeded, FtckptError, SaveFailed
 
 State = Literal["captured", "persisted", "committed", "dropped", "failed"]
@@ -19,7 +20,7 @@ class SaveHandle:
 
     Attributes:
         ordinal: number among this client's saves.
-        step: the committed step that was saved.
+        step, trajectory: the committed step that was saved, and its history.
         attempt: eight hex digits; part of the generation's directory name.
         location: the generation's directory name, once persisted.
         bytes, seconds: size of this rank's shard and how long it took to make it durable.
@@ -28,8 +29,8 @@ class SaveHandle:
         error: why it failed.
     """
 
-    def __init__(self, ordinal: int, step: int, attempt: str, changed: threading.Condition) -> None:
-        self.ordinal, self.step, self.attempt = ordinal, step, attempt
+    def __init__(self, ordinal: int, trajectory: Trajectory, attempt: str, changed: threading.Condition) -> None:
+        self.ordinal, self.step, self.trajectory, self.attempt = ordinal, trajectory.step, trajectory, attempt
         self.location, self.reason = "", ""
         self.bytes, self.seconds = 0, 0.0
         self.entry: Entry | None = None

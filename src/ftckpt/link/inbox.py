@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from ftckpt.domain.ledger import Entry
+from ftckpt.domain.trajectory import Trajectory
 from ftckpt.errors import AgentError, DeadlineExceeded, FtckptError
 from ftckpt.link import messages as m
 from ftckpt.link.handles import SaveHandle, error_from
@@ -55,6 +56,7 @@ class Inbox:
         self.closing = False
         self.replaced = ""  # by whom
         self.saves: dict[int, SaveHandle] = {}
+        self.unended: list[SaveHandle] = []  # that the agent, now lost, did not bring to an end, or never got
         self._pid, self._hint = welcome.pid, hint
         self._arena, self._free, self._uses = 0, list[int](), dict[tuple[int, int], int]()
         self._ordinal = self._token = 0
@@ -126,18 +128,19 @@ class Inbox:
             return self._arena
 
     # ------------------------------------------------------------ saves, questions
-    def new_save(self, step: int, attempt: str) -> SaveHandle:
+    def new_save(self, trajectory: Trajectory, attempt: str) -> SaveHandle:
         """A handle for a save that is about to be sent."""
         with self.changed:
             self._ordinal += 1
-            handle = SaveHandle(self._ordinal, step, attempt, self.changed)
+            handle = SaveHandle(self._ordinal, trajectory, attempt, self.changed)
             self.saves[handle.ordinal] = handle
             return handle
 
     def forget(self, handle: SaveHandle) -> None:
         """The save could not be sent."""
         with self.changed:
-            self.saves.pop(handle.ordinal, None)
+            if self.saves.pop(handle.ordinal, None) is not None:
+                self.unended.append(handle)
 
     def ask(self, send: Callable[[int], None], timeout: float, what: str) -> m.Journal | m.Drained | m.Kept:
         """Send a question with a token and wait for its answer. Raises DeadlineExceeded."""
@@ -223,6 +226,7 @@ class Inbox:
                 if self.lost is not None:
                     self._keep(self.lost, handle)
                 handle.move("failed")
+            self.unended += self.saves.values()
             self.saves.clear()
             self.changed.notify_all()
 

@@ -104,7 +104,7 @@ class Outbox:
             AgentError: the agent has gone or did not take it in time; the slot is not free again.
         """
         arena = self._inbox.use(slot)
-        handle = self._inbox.new_save(trajectory.step, attempt)
+        handle = self._inbox.new_save(trajectory, attempt)
         message = m.Save(
             ordinal=handle.ordinal,
             slot=int(slot),
@@ -139,7 +139,7 @@ class Outbox:
         Raises:
             AgentError: the agent has gone.
         """
-        handle = self._inbox.new_save(trajectory.step, attempt)
+        handle = self._inbox.new_save(trajectory, attempt)
         handle.reported = True
         message = m.Save(
             ordinal=handle.ordinal,

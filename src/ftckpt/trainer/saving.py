@@ -110,7 +110,7 @@ class Saver:
         name, what, now, todo = texts_of(error)
         if group.rank == 0:  # the others learn only what it says
             what = f"rank 0 of {self._replica.replica} has no part in the save of step {trajectory.step}: {what}"
-        with contextlib.suppress(AgentError):  # it has gone; they wait until their deadline
+        with contextlib.suppress(AgentError):  # it has gone; the one that takes its place tells them
             self._session.client.refuse(attempt, trajectory, error_from(name, what, now, todo))
 
     def _hand_over(

@@ -250,6 +250,30 @@ def test_a_generation_that_a_killed_rank_0_left_whole_without_a_record_is_append
     assert (rig.tmp / "root/job/generations" / second[1].location / "manifest.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.covers("F21", "I6", "I13")
+def test_a_generation_that_a_killed_rank_0_left_whole_without_a_record_is_appended_by_its_next_agent(rig: Rig) -> None:
+    zero, one = group(rig, log_timeout_s=0.5)
+    assert [h.wait(15.0) for h in [zero.save(), one.save()]] == ["committed"] * 2
+    outage = Outage(rig.tmp / "log.sqlite3")
+    try:
+        for trainer in (zero, one):
+            trainer.save()
+        assert until(lambda: len(list((rig.tmp / "root").rglob("manifest.json"))) == 2, 10.0)
+        for trainer in (zero, one):  # so that nobody else is there to do it
+            os.kill(trainer.client.agent_pid, signal.SIGKILL)
+        assert until(lambda: not zero.client.alive, 10.0)
+        zero.client = zero.client.reopen()
+        rig.pids.add(zero.client.agent_pid)
+    finally:
+        outage.end()
+    zero.client.drain(20.0)
+    assert [e.step for e in rig.entries()] == [1, 2]
+    log = rig.log()
+    assert not any(e.kind == "save-failed" for e in log.events())
+    log.close()
+
+
 @pytest.mark.covers("I11", "F81")
 def test_a_claim_about_a_log_that_was_rebuilt_since_the_capture_is_not_held_against_the_new_one(rig: Rig) -> None:
     trainer = rig.trainer().attach()
