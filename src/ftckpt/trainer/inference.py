@@ -176,11 +176,6 @@ def _check(source: object, model: object, state: object, strict: object, dtype: 
             given.wrong.append(f"device={device!r} has no memory")
     except Exception as e:  # noqa: BLE001  (torch raises what it likes for a device that is not here)
         given.wrong.append(f"device={device!r} cannot be used: {str(e).partition(chr(10))[0]}")
-    try:
-        if device is not None and torch.empty(0, device=device).is_meta:
-            given.wrong.append(f"device={device!r} has no memory")
-    except Exception as e:  # noqa: BLE001  (torch raises what it likes for a device that is not here)
-        given.wrong.append(f"device={device!r} cannot be used: {str(e).partition(chr(10))[0]}")
     given.refuse(now="the model was not changed")
 
 
