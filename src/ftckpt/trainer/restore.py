@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ import torch
 from ftckpt.errors import Unstorable
 from ftckpt.format.image import Image
 from ftckpt.format.manifest import StateInfo
+from ftckpt.trainer.asked import Asked
 from ftckpt.trainer.cursor import give, unfit
 from ftckpt.trainer.garbage import without_gc
-from ftckpt.trainer.given import Given
 from ftckpt.trainer.loading_plan import FRESH, Part, raise_all
 from ftckpt.trainer.modules import plan_module
 from ftckpt.trainer.naming import TreeEncoder, local_of, parameter_names
@@ -72,46 +72,67 @@ def restore(
         Damaged: bytes do not match their digest; tensors may have been overwritten: load again from another source
             before training on. Learning rates, RNG streams, gradients, optimizers' structure and trees are as before.
     """
-    chosen = _choose(registry, only, exclude, sources, strict, on_mismatch, own=own is not None)
-    report = RestoreReport()
-
-    def filled() -> list[Callable[[], object]]:
-        """Plan, check and fill; what is to be called at the end."""
-        index = Index(images)
-        names = parameter_names(registry.of_scope("shared"))
-        homes = {s.name: s.name if s.name in states else _source(s.name, sources or {}, states) or s.name for s in registry}
-        parts: list[Part] = []
-        owners: dict[str, torch.Tensor] = {}
-        problems: list[str] = []
-        remedies: set[str] = set()
-        read: set[str] = set()
-        for state in sorted(chosen, key=lambda s: (s.scope == "replica", _ORDER[s.kind])):
-            mine = own if state.scope == "replica" else None
-            source = _source(state.name, sources or {}, states if mine is None else mine.stored)
-            part = Part(state.name, source or _wanted(state.name, sources or {})[0], index, _for(strict, state.name, "exact"), owners)
-            if mine is not None:
-                mine.plan(part, state)
-            else:
-                read.add(part.source)
-                _plan(part, state, source, leaves, states, names, homes, meta)
-            fresh = state.kind == "optimizer" and _for(on_mismatch, state.name, "error") == "fresh"
-            if part.problems and fresh:
-                part = _left_alone(part)
-            problems += part.problems
-            remedies |= part.remedies | ({FRESH} if part.problems and state.kind == "optimizer" else set())
-            parts.append(part)
-        sinks, clashes = settle(index, [s for part in parts for s in part.sinks], [late for part in parts for late in part.late])
-        raise_all(problems + clashes, remedies)
-        report.bytes = _fill(index, sinks, parts, threads, placed or {})
-        report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
-        report.unread = [name for name in states if name not in read] + (own.unread(exclude) if own is not None else [])
-        return [load for part in parts for load in part.loads]
-
+    asked = Asked(only=only, exclude=exclude, sources=sources, strict=strict, on_mismatch=on_mismatch, meta=meta)
+    chosen = asked.chosen(registry, own=own is not None)
     with without_gc():  # what is made only for the while has gone again before the next collection
-        loads = filled()
+        report, loads = _filled(registry, chosen, images, leaves, states, asked, own, placed or {}, threads)
     for load in loads:
         load()
     return report
+
+
+def _filled(
+    registry: StateRegistry,
+    chosen: Sequence[State],
+    images: Sequence[Image],
+    leaves: Mapping[str, Any],
+    states: Mapping[str, StateInfo],
+    asked: Asked,
+    own: Own | None,
+    placed: Mapping[str, int],
+    threads: int,
+) -> tuple[RestoreReport, list[Callable[[], object]]]:
+    """Plan, check and fill; what was done, and what is to be called at the end."""
+    index = Index(images)
+    parts = _parts(registry, chosen, index, leaves, states, asked, own)
+    sinks, clashes = settle(index, [s for part in parts for s in part.sinks], [late for part in parts for late in part.late])
+    raise_all([p for part in parts for p in part.problems] + clashes, {r for part in parts for r in part.remedies})
+    read = {part.source for part in parts if registry[part.name].scope != "replica"}
+    report = RestoreReport()
+    report.bytes = _fill(index, sinks, parts, threads, placed)
+    report.states = {state.name: next(p.report for p in parts if p.name == state.name) for state in chosen}
+    report.unread = [name for name in states if name not in read] + (own.unread(asked.exclude) if own is not None else [])
+    return report, [load for part in parts for load in part.loads]
+
+
+def _parts(
+    registry: StateRegistry,
+    chosen: Iterable[State],
+    index: Index,
+    leaves: Mapping[str, Any],
+    states: Mapping[str, StateInfo],
+    asked: Asked,
+    own: Own | None,
+) -> list[Part]:
+    """What is to be done for each state; modules come first, since others may share their tensors."""
+    names = parameter_names(registry.of_scope("shared"))
+    homes = {s.name: s.name if s.name in states else asked.source(s.name, states) or s.name for s in registry}
+    owners: dict[str, torch.Tensor] = {}
+    parts: list[Part] = []
+    for state in sorted(chosen, key=lambda s: (s.scope == "replica", _ORDER[s.kind])):
+        mine = own if state.scope == "replica" else None
+        source = asked.source(state.name, states if mine is None else mine.stored)
+        part = Part(state.name, source or asked.wanted(state.name)[0], index, asked.strictness(state.name), owners)
+        if mine is not None:
+            mine.plan(part, state)
+        else:
+            _plan(part, state, source, leaves, states, names, homes, asked.meta)
+        if part.problems and asked.fresh(state):
+            _leave_alone(part)
+        elif part.problems and state.kind == "optimizer":
+            part.remedies.add(FRESH)
+        parts.append(part)
+    return parts
 
 
 def _plan(
@@ -181,53 +202,8 @@ def _there(sink: Sink, placed: Mapping[str, int]) -> bool:
     return at is not None and not sink.typed and local_of(sink.tensor).data_ptr() == at
 
 
-def _left_alone(part: Part) -> Part:
+def _leave_alone(part: Part) -> None:
     """An optimizer that stays as it is, since what is stored does not fit; why goes to the report."""
     part.report.notes += part.problems
     part.sinks, part.late, part.finals, part.loads, part.problems, part.remedies = [], [], [], [], [], set()
     part.report.outcome, part.report.loaded, part.report.cast = "fresh", 0, []
-    return part
-
-
-# ------------------------------------------------------------ options
-def _choose(
-    registry: StateRegistry,
-    only: Collection[str] | None,
-    exclude: Collection[str],
-    sources: Mapping[str, str | Sequence[str]] | None,
-    strict: Strictness | Mapping[str, Strictness],
-    on_mismatch: OnMismatch | Mapping[str, OnMismatch],
-    *,
-    own: bool,
-) -> list[State]:
-    shared = registry.of_scope("shared")
-    known, every = {state.name for state in shared}, {state.name for state in registry}
-    given = Given()
-    if only is not None:
-        given.names("only", only, known)
-    given.names("exclude", exclude, every)
-    given.sources(sources, every)
-    given.strict(strict, every)
-    given.on_mismatch(on_mismatch, known)
-    words = on_mismatch if isinstance(on_mismatch, Mapping) else {}
-    kinds = {name: registry[name].kind for name, what in words.items() if what == "fresh" and name in known}
-    given.wrong += [
-        f"on_mismatch='fresh' is for optimizers, and {name!r} is a {kind}" for name, kind in kinds.items() if kind != "optimizer"
-    ]
-    given.refuse(todo=f"registered states are: {', '.join(sorted(every)) or 'none'}")
-    wanted = [s for s in registry if (own if s.scope == "replica" else only is None or s.name in only)]
-    return [s for s in wanted if s.name not in exclude]
-
-
-def _for(option: Any, name: str, default: str) -> Any:
-    return option.get(name, default) if isinstance(option, Mapping) else option
-
-
-def _wanted(name: str, sources: Mapping[str, str | Sequence[str]]) -> list[str]:
-    wanted = sources.get(name, name)
-    return [wanted] if isinstance(wanted, str) else [*wanted]
-
-
-def _source(name: str, sources: Mapping[str, str | Sequence[str]], states: Mapping[str, StateInfo]) -> str | None:
-    """The first stored state among those that may fill this one."""
-    return next((source for source in _wanted(name, sources) if source in states), None)
