@@ -74,16 +74,20 @@ def fetch(
     )
     started = time.monotonic()
     fetched = _fetch(order, lambda order: Engine(order, target, accept, on_progress, tls, started).run(), started)
+    _tell(fetched, step, time.monotonic() - started)
+    return fetched
+
+
+def _tell(fetched: Fetched, step: int, seconds: float) -> None:
     log.info(
         "step %d: %d bytes in %.3f s (%.0f MB/s), %d retries, from %s",
         step,
         len(fetched.image),
         fetched.seconds,
-        len(fetched.image) / max(1e-9, time.monotonic() - started) / 1e6,
+        len(fetched.image) / max(1e-9, seconds) / 1e6,
         fetched.retries,
         ", ".join(f"{url} ({n} bytes)" for url, n in fetched.sources.items()) or "-",
     )
-    return fetched
 
 
 def _fetch(order: Order, run: Callable[[Order], Fetched], started: float) -> Fetched:
