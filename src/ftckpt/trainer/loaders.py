@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,9 +13,10 @@ from ftckpt.data.chain import held, with_orphans
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
 from ftckpt.data.order import SHARED, Order, order_of, refuse
 from ftckpt.domain.cursors import Redistribution
-from ftckpt.errors import AgentError, ConfigError, DataError
+from ftckpt.errors import ConfigError, DataError
 from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.manifest import Cursor
+from ftckpt.trainer.drawn import Drawn
 from ftckpt.trainer.orphans import DataPolicy, Heritage
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
@@ -39,9 +39,7 @@ class Loaders:
         self._feed: BatchFeed | None = None  # the newest, which knows what was drawn
         self.order: Order | None = None
         self.entering: Callable[[], None] | None = None
-        self._drawn: deque[tuple[int, bytes]] = deque(maxlen=64)
-        self._unsent: deque[tuple[int, bytes]] = deque(maxlen=64)  # for an agent that died
-        self._stored: tuple[int, bytes] | None = None
+        self._drawn = Drawn()
         self._policy, self._heritage, self._lost = DataPolicy(), Heritage(), False
         self._loaded = ""  # trajectory of the state that was loaded last
         self._settled = False  # it is known whether that state is the one that goes on
@@ -106,7 +104,7 @@ class Loaders:
 
     def restore(self, ordinal: int, state: bytes | None) -> None:
         """A position from a generation's cursor: the loader's state after ``ordinal`` draws."""
-        self._stored = (ordinal, state) if state is not None and state != b"null" else None
+        self._drawn.restore(ordinal, state)
 
     def settle(self, policy: DataPolicy, heritage: Heritage, *, lost: bool) -> None:
         """What holds for the state that was just loaded.
@@ -131,8 +129,7 @@ class Loaders:
 
     def position(self, count: int) -> tuple[int, bytes | None]:
         """The newest loader state known here that includes at most ``count`` draws: (its draws, JSON or None)."""
-        known = [d for d in (*self._drawn, *([self._stored] if self._stored else [])) if d[0] <= count]
-        return max(known, key=lambda d: d[0]) if known else (0, None)
+        return self._drawn.position(count)
 
     def feed(self, name: str, session: Session, replica: Replica, **options: Any) -> Iterator[Any]:
         """Batches of the loader, each draw once in the trajectory.
@@ -188,35 +185,13 @@ class Loaders:
             session.client.note("cursors-off", why)
 
         def journal(ordinal: int, state: bytes) -> None:
-            if not self._kept:
-                return
-            while self._drawn and self._drawn[-1][0] >= ordinal:  # those steps are being done again
-                self._drawn.pop()
-            self._drawn.append((ordinal, state))
-            self._unsent.append((ordinal, state))
-            while self._unsent and session.client.alive:
-                try:
-                    session.client.draw(*self._unsent[0])
-                except AgentError:
-                    if session.client.alive:
-                        raise
-                    break  # it died; the next one is told, and until then a start goes on from an earlier entry
-                self._unsent.popleft()
+            if self._kept:
+                self._drawn.add(ordinal, state, session)
 
         def recall(count: int) -> tuple[int, bytes] | None:
-            if not self._kept:
+            if not self._kept or (self._lost and count == self._heritage.count):
                 return None
-            if self._lost and count == self._heritage.count:
-                return None
-            return self._inherited(count, recalled(count), journal)
-
-        def recalled(count: int) -> tuple[int, bytes] | None:
-            here = self.position(count)
-            if here[0] == count and here[1] is not None:
-                return here[0], here[1]
-            there = session.client.recall(count, session.settings.deadlines.agent_send_s)
-            best = max(([here] if here[1] is not None else []) + ([there] if there else []), key=lambda d: d[0], default=None)
-            return (best[0], best[1]) if best is not None and best[1] is not None else None
+            return self._inherited(count, self._drawn.recall(count, session), journal)
 
         def position() -> int:
             if replica.heals_first:
