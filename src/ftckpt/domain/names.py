@@ -57,6 +57,11 @@ def member_id(replica: str) -> int:
     return int.from_bytes(hashlib.sha256(b"ftckpt replica\0" + replica.encode()).digest()[:8], "big") >> 1
 
 
+def intent_number(words: str) -> int:
+    """The 63-bit number that stands for words which replicas must have alike; 0 for none."""
+    return int.from_bytes(hashlib.sha256(b"ftckpt intent\0" + words.encode()).digest()[:8], "big") >> 1 or 1 if words else 0
+
+
 def attempt_id(h: str, incarnation: str, ordinal: int) -> str:
     """Eight hex digits that every rank of a group derives alike for its ``ordinal``-th save of this incarnation."""
     return hashlib.sha256(f"ftckpt attempt\0{h}\0{incarnation}\0{ordinal}".encode()).hexdigest()[:8]

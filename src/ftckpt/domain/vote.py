@@ -14,7 +14,7 @@ import msgspec
 from ftckpt.domain.ledger import Entry, standing
 from ftckpt.domain.trajectory import Trajectory, pack_hash, unpack_hash
 
-WORDS = 10
+WORDS = 11
 """Signed 64-bit words of one slot in the vector."""
 
 
@@ -30,6 +30,7 @@ class Role(enum.IntEnum):
 
 
 VOTERS = (Role.CONTRIBUTES, Role.SYNCS)
+UNLIKE = "replicas that begin from one generation were told different things of its data"
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
         draws: batches that it adds, if it contributes.
         samples: samples that it adds, if it contributes.
         tail: 0 if it knows no tail; k + 1 if its state holds tail #k, the newest it knows; -(k + 1) if it does not.
+        intent: 63-bit number of what it was told of the data of a state that it loaded and has not voted with yet; 0: nothing to compare.
     """
 
     role: Role
@@ -52,17 +54,21 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     draws: int = 0
     samples: int = 0
     tail: int = 0
+    intent: int = 0
 
     def words(self) -> tuple[int, ...]:
         """The slot as ``WORDS`` numbers; draws and samples of those who do not contribute are left out."""
         adds = (self.draws, self.samples) if self.role is Role.CONTRIBUTES else (0, 0)
-        return (int(self.role), self.member, self.nonce, *pack_hash(self.h), *adds, self.tail)
+        return (int(self.role), self.member, self.nonce, *pack_hash(self.h), *adds, self.tail, self.intent)
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Slot:
         """Inverse of :meth:`words`; anything that is no role reads as ``ABSENT``."""
         role = Role(words[0]) if words[0] in Role._value2member_map_ else Role.ABSENT
-        return cls(role=role, member=words[1], nonce=words[2], h=unpack_hash(words[3:7]), draws=words[7], samples=words[8], tail=words[9])
+        draws, samples, tail, intent = words[7:11]
+        return cls(
+            role=role, member=words[1], nonce=words[2], h=unpack_hash(words[3:7]), draws=draws, samples=samples, tail=tail, intent=intent
+        )
 
     @property
     def known(self) -> int:
@@ -85,11 +91,12 @@ class Act(enum.Enum):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Whether to vote yes; if not, what to do then, and why."""
+    """Whether to vote yes; if not, what to do then, and why; and the error that a process which has to end does so with."""
 
     agree: bool
     act: Act = Act.KEEP
     reason: str = ""
+    error: str = "Diverged"
 
 
 def reference(slots: Sequence[Slot]) -> str | None:
@@ -139,6 +146,9 @@ def decide(slots: Sequence[Slot], *, own: int, expected: int, torn: bool = False
     newest = max(s.known for s in slots)
     if any(s.h == mine.h and s.known == newest and not s.holds for s in slots):
         return Decision(False, Act.KEEP, f"another member knows tail #{newest}, which is not an ancestor of this state")
+    begin = [s for s in slots if s.intent and s.h == mine.h and s.role in (*VOTERS, Role.SPARE)]
+    if len({s.intent for s in begin}) > 1:
+        return Decision(False, Act.EXIT if mine in begin else Act.KEEP, UNLIKE, "DataError")
     if Role.CONTRIBUTES in {s.role for s in voters} and len(voters) != expected:
         return Decision(False, Act.KEEP, f"{len(voters)} members contribute where torchft counts {expected}")
     return Decision(True)

@@ -102,6 +102,11 @@ class Loaders:
             return (f"{e.what}: the data begin anew",) if self.kind == "elastic" else ()
         return ()
 
+    def words(self, *, anew: bool) -> str:
+        """What must be the same on all replicas that begin from a loaded state; ``anew``: a shared order begins anew there."""
+        shared = ", ".join(f"{k} {v}" for k, v in (self.order or {}).items()) + (", begun anew" if anew else "")
+        return {"elastic": shared, "own": self._policy.words}.get(self.kind, "")
+
     def restore(self, ordinal: int, state: bytes | None) -> None:
         """A position from a generation's cursor: the loader's state after ``ordinal`` draws."""
         self._drawn.restore(ordinal, state)

@@ -95,6 +95,7 @@ class GenerationLoader:
         warnings = seeded + (own.warnings(options.exclude) + self._position(cursor, manifest, replica) if own is not None else ())
         count = manifest.counts.get(str(replica.member), 0)
         self._loaders.settle(self._policy, Heritage(count=count, links=heirs), lost=self._resized(cursor))
+        replica.intend(self._loaders.words(anew=bool(anew)))
         samples = manifest.samples if not anew else 0
         return Loaded(manifest=manifest, report=report, seconds=time.monotonic() - began, warnings=warnings + anew, samples=samples)
 

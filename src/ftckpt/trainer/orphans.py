@@ -34,6 +34,11 @@ class DataPolicy(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[str, ...] = ()
     make: Make | None = None
 
+    @property
+    def words(self) -> str:
+        """What must be the same on all replicas."""
+        return f'data="{self.word}"' + (f", replicas {', '.join(sorted(self.replicas))}" if self.replicas else "")
+
 
 class Heritage(msgspec.Struct, frozen=True, kw_only=True):
     """Loaders of others that a replica goes on with from the loaded state on.

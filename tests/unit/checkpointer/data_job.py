@@ -107,6 +107,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--resume-step", type=int, default=None)
     p.add_argument("--data", default="strict")
     p.add_argument("--of", default=None, help="names of the job's replicas, by comma")
+    p.add_argument("--untold", type=int, default=None, help="number of a replica that is told nothing of --data and --of")
     p.add_argument("--history", type=Path, default=None)
     return p.parse_args()
 
@@ -141,6 +142,8 @@ def main() -> None:
             ckpt.hook(model)
         optimizer = ckpt.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
         ckpt.register(model=model, optimizer=optimizer, loader=make_loader(a, replica))
+        if replica == a.untold:
+            a.data, a.of = "strict", None
         more: dict[str, Any] = {"replicas": a.of.split(",")} if a.of else {}
         if a.data == "adopt":
             more["loaders"] = lambda name: make_loader(a, int(name.removeprefix("replica")))

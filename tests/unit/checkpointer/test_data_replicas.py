@@ -264,3 +264,31 @@ def test_two_go_on_with_the_data_of_the_third(job: Callable[..., DataJob]) -> No
     assert one["unrecorded"] == []
     assert all(e["repeated"] == [] for e in one["epochs"])
     assert one["epochs"][0]["missing"] == []  # later ones are not over for the replica that has two shares
+
+
+@pytest.mark.covers("F47", "I12", "I14")
+def test_replicas_that_are_told_different_things_of_the_data_end_before_a_step(job: Callable[..., DataJob]) -> None:
+    run = job("--loader", "own", "--samples", 180, "--shares", 3, "--slow", 0.02, "--every", 3, min_replicas=2, max_replicas=3)
+    run.start(0, 1, 2)
+    run.until("steps of all", lambda: run.top >= 9 and run.taking_part() == 3)
+    run.kill_all()
+    run.leave(2)
+    before = {replica: len(run.lines(replica)) for replica in (0, 1)}
+    told, run.options = run.options, [*run.options, "--data", "adopt", "--of", "replica0,replica1", "--untold", "1"]
+    run.start(0, 1)
+    for replica, words in ((0, 'this one: data="adopt", replicas replica0, replica1'), (1, 'this one: data="strict"')):
+        log = run.groups[replica].log
+        run.until("its end", lambda: words in log.read_text(errors="replace"), repair=False)  # noqa: B023  # used up within the turn
+        assert "DataError: replica" in log.read_text(errors="replace")
+    for group in run.groups.values():
+        group.kill()
+    assert {replica: len(run.lines(replica)) for replica in (0, 1)} == before
+    run.options = [*told, "--data", "adopt", "--of", "replica0,replica1"]
+    run.start(0, 1)
+    run.until("steps of the two", lambda: run.top >= 30 and run.taking_part() == 2)
+    run.finish(steps=5)
+    _, report = run.audit("--samples", 180)
+    (one,) = report["reports"].values()
+    assert (one["whole"], one["unrecorded"]) == (True, [])
+    assert all(e["repeated"] == [] for e in one["epochs"])
+    assert one["epochs"][0]["missing"] == []

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.trajectory import Trajectory, genesis
@@ -106,6 +107,25 @@ def test_a_slot_left_empty_or_a_name_taken_twice_is_refused_without_giving_up() 
         assert (decision.agree, decision.act) == (False, Act.KEEP)
 
 
+@pytest.mark.covers("F47", "I12")
+def test_replicas_that_begin_from_one_state_with_different_words_of_its_data_end_before_a_step() -> None:
+    roles = (Role.CONTRIBUTES, Role.SYNCS, Role.SPARE, Role.HEALS)
+    for kinds in itertools.product(itertools.product(roles, (0, 1, 2)), repeat=3):
+        slots = [replace(slot(i, role, X), intent=intent) for i, (role, intent) in enumerate(kinds)]
+        told = {s.intent for s in slots if s.intent and s.role is not Role.HEALS}
+        for i, mine in enumerate(slots):
+            expected = sum(s.role in VOTERS for s in slots)
+            decision, without = (
+                decide(slots, own=i, expected=expected),
+                decide([replace(s, intent=0) for s in slots], own=i, expected=expected),
+            )
+            if len(told) < 2 or not without.agree:
+                assert decision.agree == (without.agree and len(told) < 2)
+                continue
+            assert (decision.agree, decision.error) == (False, "DataError")
+            assert decision.act is (Act.EXIT if mine.intent and mine.role is not Role.HEALS else Act.KEEP)
+
+
 def test_in_the_empty_step_nobody_is_expected_to_contribute() -> None:
     slots = [slot(0, Role.SYNCS, X), slot(1, Role.HEALS, X)]
     assert all(decide(slots, own=i, expected=2, healed=i == 1).agree for i in (0, 1))
@@ -119,11 +139,11 @@ def test_in_the_empty_step_nobody_is_expected_to_contribute() -> None:
     st.integers(-(2**40), 2**40),
 )
 def test_a_slot_travels_as_words_and_only_contributors_add(role: Role, number: int, h: bytes, draws: int, tail: int) -> None:
-    one = Slot(role=role, member=number, nonce=number, h=h.hex(), draws=draws, samples=draws, tail=tail)
+    one = Slot(role=role, member=number, nonce=number, h=h.hex(), draws=draws, samples=draws, tail=tail, intent=number)
     words = one.words()
     back = Slot.from_words(words)
     assert len(words) == WORDS
-    assert (back.role, back.member, back.nonce, back.h, back.tail) == (role, number, number, h.hex(), tail)
+    assert (back.role, back.member, back.nonce, back.h, back.tail, back.intent) == (role, number, number, h.hex(), tail, number)
     assert (back.draws, back.samples) == ((draws, draws) if role is Role.CONTRIBUTES else (0, 0))
 
 

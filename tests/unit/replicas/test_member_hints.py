@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from ftckpt.commitlog.memory import MemoryLog
@@ -12,11 +13,11 @@ from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.domain.vote import Act, Role, Slot
-from ftckpt.errors import LogUnreachable
+from ftckpt.errors import DataError, LogUnreachable
 from ftckpt.flows.rivals import ahead, on_trajectory, split_brain
 from ftckpt.ports import ReplicaInfo
 from ftckpt.trainer.replicas.base import Callbacks
-from ftckpt.trainer.replicas.bounds import Limits
+from ftckpt.trainer.replicas.bounds import Limits, ending
 from ftckpt.trainer.replicas.member import Member
 from ftckpt.trainer.replicas.torchft import FtReplica
 
@@ -67,6 +68,30 @@ def test_a_step_from_zero_waits_while_another_replica_is_seen_ahead_and_the_log_
     assert bench.step(0) == (False, Act.KEEP)
     bench.before = ""
     assert bench.step(0)[0]
+
+
+@pytest.mark.covers("F47", "I12", "I14")
+def test_members_that_were_told_different_things_of_a_loaded_states_data_all_end_with_words_and_those_who_have_voted_are_left_out() -> None:
+    strict, adopts, lives = Bench(step=3), Bench(step=3), Bench(step=3)
+    strict.member.intent, adopts.member.intent = 'data="strict"', 'data="adopt", replicas a, b'
+    lives.member.intent = "what it began with"
+    lives.makes()  # a step since: what it was told is no matter any more
+    lives.member.position = strict.member.position
+    for benches, ends in (((strict, lives), False), ((strict, strict), False), ((strict, adopts), True)):
+        for bench in benches:
+            bench.member.begin()
+            bench.member.take_stance(healing=False, max_step=3, world_size=2)
+        slots = [msgspec.structs.replace(bench.slot(), member=i) for i, bench in enumerate(benches)]
+        for i, bench in enumerate(benches):
+            reason, agreed = bench.member.judge(slots, own=i, expected=2, step=3)
+            assert (bool(reason), agreed.act is Act.EXIT) == (ends, ends)
+            if ends:
+                error = ending("a", agreed.reason)
+                assert isinstance(error, DataError)
+                assert bench.member.intent in str(error)
+                assert "no step was made" in str(error)
+    adopts.member.give_up()
+    assert adopts.slot().intent == 0
 
 
 @pytest.mark.covers("F67", "F48", "I11")

@@ -164,6 +164,13 @@ class Replica(Protocol):
     def share(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
         """Say what decides the order of samples that all share; returns what does in the live state, which may be a peer's."""
 
+    def intend(self, words: str) -> None:
+        """Say what becomes of the data of a state that was just loaded: replicas that begin from the same one vote by the same words only.
+
+        Args:
+            words: for people; empty: nothing is to be compared.
+        """
+
     def stand_by(self) -> None:
         """There is no state yet: as if it had been given up, this replica is blank until it heals. Before the first step."""
 

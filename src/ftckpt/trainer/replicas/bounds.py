@@ -8,7 +8,7 @@ import msgspec
 
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.vote import Act, Quorum, Stance, stand
-from ftckpt.errors import Diverged, FtckptError, HealFailed, LogUnreachable
+from ftckpt.errors import DataError, Diverged, FtckptError, HealFailed, LogUnreachable
 from ftckpt.trainer.replicas.acts import Agreed
 from ftckpt.trainer.replicas.base import Position
 
@@ -55,16 +55,17 @@ class Bounds:
             return Stance(False, Act.BLANK, f"{stance.reason}; other ranks of the group may have healed")
         return stance
 
-    def agreed(self, act: Act, reason: str, *, own: bool, tail: Entry | None, readable: bool) -> Agreed:
+    def agreed(self, act: Act, reason: str, *, own: bool, tail: Entry | None, readable: bool, error: str = "Diverged") -> Agreed:
         """The act with its particulars; the end, when the bounds are used up.
 
         Args:
+            error: that it ends with, if it has to.
             own: this replica refused on its own account, not only because others do.
         """
         self._unread_since = 0.0 if readable else self._unread_since or time.monotonic()
         self._fruitless += own and readable
         if act is Act.EXIT:
-            return Agreed(act, reason=f"Diverged: {reason}")
+            return Agreed(act, reason=f"{error}: {reason}")
         if not readable and time.monotonic() - self._unread_since > self._limits.log_wait:
             return Agreed(Act.EXIT, reason=f"LogUnreachable: {reason or 'the log cannot be read'}")
         if self._fruitless > self._limits.attempts:
@@ -95,6 +96,12 @@ class Bounds:
 def ending(replica: str, reason: str) -> FtckptError:
     """The error that all ranks of a group raise for an agreed end: its kind is the word before the colon."""
     name, _, text = reason.partition(": ")
+    if name == "DataError":
+        return DataError(
+            f"replica {replica} ends: {text}",
+            now="no step was made from the loaded state",
+            todo="start all replicas with the same resume(data=…, replicas=…), and with the same shared order if they have one",
+        )
     kinds: dict[str, type[FtckptError]] = {"Diverged": Diverged, "LogUnreachable": LogUnreachable}
     return kinds.get(name, HealFailed)(
         f"replica {replica} ends: {text or reason}",

@@ -9,7 +9,7 @@ import msgspec
 
 from ftckpt.domain import vote
 from ftckpt.domain.ledger import Entry
-from ftckpt.domain.names import member_id
+from ftckpt.domain.names import intent_number, member_id
 from ftckpt.domain.trajectory import Trajectory, attempt_nonce, genesis
 from ftckpt.domain.vote import Act, Role, Slot, Stance
 from ftckpt.errors import ConfigError, FtckptError, HealRefused
@@ -53,6 +53,7 @@ class Member:
         self._callbacks, self._most_replicas = callbacks, most_replicas
         self._first, self._adds = True, (0, 0)
         self._spent = False  # a heal may have overwritten some of the live state
+        self.intent = ""  # words about the data of a loaded state (``Replica.intend``)
         self.outcomes = Outcomes()
 
     # ------------------------------------------------------------------ before the quorum
@@ -84,7 +85,7 @@ class Member:
 
     def give_up(self) -> None:
         """The state is worth nothing any more."""
-        self.position, self._spent = NOWHERE, False
+        self.position, self._spent, self.intent = NOWHERE, False, ""
 
     @property
     def offered(self) -> Position:
@@ -191,6 +192,7 @@ class Member:
             draws=self._adds[0],
             samples=self._adds[1],
             tail=vote.tail_word(tail, state),
+            intent=intent_number(self.intent) if self._first and self.now.coming is None else 0,
         )
 
     def judge(self, slots: Sequence[Slot] | None, *, own: int, expected: int, step: int) -> tuple[str, Agreed]:
@@ -206,7 +208,7 @@ class Member:
             Why to vote no (empty: vote yes, unless the step failed), and what the group is to do once the vote was refused.
         """
         stance = self.now.stance or Stance(False, Act.KEEP, "no quorum was formed")
-        act, reason = stance.act, stance.reason
+        act, reason, error = stance.act, stance.reason, "Diverged"
         if slots is not None and (stance.go or stance.diverged):
             decision = vote.decide(
                 slots,
@@ -216,13 +218,15 @@ class Member:
                 healed=self.now.healed or self.now.coming is not None,
                 diverged=stance.diverged,
             )
-            act, reason = decision.act, reason or decision.reason
+            act, reason, error = decision.act, reason or decision.reason, decision.error
+            if error == "DataError":
+                reason += f"; this one: {self.intent}"
         if reason:
             self.now.why.append(reason)
         tail, readable = self.tail()
-        why = reason + self._callbacks.rivals(tail) if act is Act.EXIT and tail is not None else reason
+        why = reason + self._callbacks.rivals(tail) if act is Act.EXIT and error == "Diverged" and tail is not None else reason
         fruitless = not stance.go or act is not Act.KEEP or (slots is not None and vote.replaced(slots, own))
-        return reason, self.bounds.agreed(act, why, own=fruitless, tail=tail, readable=readable)
+        return reason, self.bounds.agreed(act, why, own=fruitless, tail=tail, readable=readable, error=error)
 
     def announce(self, mine: Slot) -> None:
         """This slot of ours is about to be sent to those whom we vote with."""
@@ -239,7 +243,7 @@ class Member:
 
     def applied(self, position: Position) -> None:
         """The fetched state is live."""
-        self.position, self.now.healed, self._spent = position, True, False
+        self.position, self.now.healed, self._spent, self.intent = position, True, False, ""
 
     def made(self, slots: Sequence[Slot], *, own: int, rank: int | None) -> None:
         """The step was committed: the trajectory moves, last of all."""

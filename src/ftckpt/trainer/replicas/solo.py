@@ -95,6 +95,9 @@ class SoloReplica:
         """Nobody else has one."""
         return order
 
+    def intend(self, words: str) -> None:
+        """Nobody else begins."""
+
     def stand_by(self) -> None:
         """Raises NothingLoadable: there are no peers to wait for."""
         raise NothingLoadable("there is no state to go on from, and no peer to take one from", now="nothing was started")

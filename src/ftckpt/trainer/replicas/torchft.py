@@ -257,6 +257,10 @@ class FtReplica:
         """See ``Replica.share``."""
         return self._standing.share(order)
 
+    def intend(self, words: str) -> None:
+        """See ``Replica.intend``."""
+        self._standing.intent = words
+
     def stand_by(self) -> None:
         """See ``Replica.stand_by``."""
         self._standing.give_up()
