@@ -58,6 +58,7 @@ def cp(
     common.one_of(no_log=no_log, step=step)
     if tier in (FIRST, DURABLE):
         raise ConfigError(f"--tier {tier} is the name of a tier of the job's own", now="nothing was copied", todo="give another name")
+    wiring.refuse_inside(to)
     with common.opened(job, root, log, config, timeout) as parts:
         entry = None if no_log else inspect.find(parts.log, job, generation, step=step)
         location = _newest(inspect.complete(parts.store, job), job, generation) if entry is None else entry.location

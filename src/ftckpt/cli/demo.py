@@ -11,6 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from ftckpt import wiring
 from ftckpt.errors import ConfigError, FtckptError
 
 LogOption = Annotated[str | None, typer.Option("--log", help="commit log, e.g. etcd://127.0.0.1:2379; left out: embedded SQLite")]
@@ -35,6 +36,7 @@ def demo(
     where = Path(tempfile.mkdtemp(prefix="ftckpt-demo-")) if folder is None else folder
     if where.exists() and not where.is_dir():
         raise ConfigError(f"{where} is not a directory", now="nothing was started", todo="name another --folder")
+    wiring.refuse_inside(where)
     (where / "root").mkdir(parents=True, exist_ok=True)
     if any((where / "root").iterdir()):
         raise ConfigError(f"{where} has an earlier demo", now="nothing was started", todo="name another --folder")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from ftckpt import wiring
 from ftckpt.errors import ConfigError, StoreError, Unstorable
 from ftckpt.flows.read import OpenGeneration
 
@@ -100,14 +101,18 @@ def leave_out(found: Mapping[str, str], what: str) -> dict[str, str]:
 
 
 @contextmanager
-def new_directory(out: str | os.PathLike[str]) -> Iterator[Path]:
+def new_directory(out: str | os.PathLike[str], job: str) -> Iterator[Path]:
     """A new directory to write into; durable and under its name only when the block has ended without an error.
 
+    Args:
+        job: whose generation it is; no root of it is written into.
+
     Raises:
-        ConfigError: there is something already. StoreError: it cannot be made or written; as for a root, its parent must be there, for what
+        ConfigError: there is something already, or it lies in a root. StoreError: it cannot be made or written; as for a root, its parent must be there, for what
             is missing may be a mount.
     """
     target = Path(out).expanduser().absolute()
+    wiring.refuse_inside(target, beside=job)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already", now="nothing was written", todo="name a new or an empty directory")
     if not target.parent.is_dir():

@@ -15,6 +15,7 @@ from ftckpt.wiring.owner import (
     guard_log,
     jobs_in,
     read_marker,
+    refuse_inside,
     remark,
     vouching,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "open_store",
     "read_marker",
     "read_secret",
+    "refuse_inside",
     "remark",
     "root_as_url",
     "root_path",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -10,10 +13,10 @@ import msgspec
 from ftckpt.config import Settings
 from ftckpt.domain.names import GenerationName, check_name, generations_dir
 from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
-from ftckpt.format.manifest import decode, encode
+from ftckpt.format.manifest import INTENT, MANIFEST, decode, encode
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import FIRST, TieredStore, tiers_of
-from ftckpt.wiring.stores import open_store
+from ftckpt.wiring.stores import open_store, root_path
 
 logger = logging.getLogger("ftckpt")
 
@@ -33,6 +36,52 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 def jobs_in(store: BlobStore) -> list[str]:
     """Names of the jobs that a root has: directories with our marker or with generations."""
     return [name for name in store.listdir() if store.exists(f"{name}/{MARKER}") or store.listdir(generations_dir(name))]
+
+
+def refuse_inside(place: str | os.PathLike[str], *, beside: str | None = None) -> None:
+    """Check that a directory to be written to does not lie in what is a job's own; places that are no directories are none of ours.
+
+    Args:
+        place: path or URL.
+        beside: refuse a place beside jobs, too: anywhere in a root of this job, or straight in a root of any.
+
+    Raises:
+        ConfigError: it lies in a job's directory or in a generation's (or in a root, see ``beside``).
+    """
+    if isinstance(place, str) and (root := root_path(place)) is None:
+        return
+    here = (Path(place).expanduser() if not isinstance(place, str) or root is None else root).resolve()
+    for above in (here, *here.parents):
+        if _is_ours(above):
+            raise _inside(here, f"in {above}, which is ftckpt's own")
+    if beside is not None:
+        jobs: Iterable[Path] = (*(above / beside for above in here.parents), *_directories(here.parent))
+        if (found := next(filter(_is_ours, jobs), None)) is not None:
+            raise _inside(here, f"in {found.parent}, which is the root of job {found.name!r}")
+
+
+def _inside(place: Path, where: str) -> ConfigError:
+    return ConfigError(f"{place} lies {where}", now="nothing was written", todo="name a directory outside of any root")
+
+
+def _is_ours(place: Path) -> bool:
+    """Whether it is the directory of a job, or of a generation (which may have been copied anywhere)."""
+    try:
+        if GenerationName.parse(place.name) is not None and any((place / name).is_file() for name in (MANIFEST, INTENT)):
+            return True
+        if any(GenerationName.parse(path.name) is not None for path in _directories(place / "generations")):
+            return True
+        return (place / MARKER).is_file() and bool(decode((place / MARKER).read_bytes(), Marker, MARKER).job)
+    except (OSError, Damaged):
+        return False
+
+
+def _directories(place: Path) -> list[Path]:
+    try:
+        with os.scandir(place) as found:
+            return [place / one.name for one in found if one.is_dir()]
+    except OSError:
+        return []
 
 
 def read_marker(store: BlobStore, job: str) -> Marker | None:
@@ -116,9 +165,12 @@ def check_room(store: BlobStore, job: str, *, new_job: bool) -> None:
     """Check that a job without marker may begin in this root.
 
     Raises:
-        ConfigError: the root has other jobs and nothing of this one, and that was not said to be meant.
+        ConfigError: the root has other jobs and nothing of this one, and that was not said to be meant; or it lies in a job's directory.
     """
-    others = [] if new_job or store.listdir(generations_dir(job)) else [name for name in jobs_in(store) if name != job]
+    if store.listdir(generations_dir(job)):
+        return
+    refuse_inside(store.url)
+    others = [] if new_job else [name for name in jobs_in(store) if name != job]
     if others:
         raise ConfigError(
             f"job {job!r} is new in root {store.url}, which has {', '.join(repr(o) for o in others[:8])}",
