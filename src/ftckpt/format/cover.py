@@ -30,7 +30,7 @@ def check_cover(tables: Sequence[tuple[str, TensorTable]]) -> None:
             boxes.setdefault(entry.name, []).extend(((c.offsets, c.sizes), where) for c in entry.chunks)
     for name, held in boxes.items():
         shape = kinds[name][1]
-        twice = _overlap([(box, where) for box, where in held if math.prod(box[1])])
+        twice = overlap(held)
         if twice is not None:
             raise _mismatch(f"{name}: {_say(twice[0])} and {_say(twice[1])} hold the same elements")
         have, want = sum(math.prod(sizes) for (_, sizes), _ in held), math.prod(shape)
@@ -40,8 +40,9 @@ def check_cover(tables: Sequence[tuple[str, TensorTable]]) -> None:
             )
 
 
-def _overlap(held: list[tuple[Box, str]]) -> tuple[tuple[Box, str], tuple[Box, str]] | None:
-    """Two boxes that share an element, if any: a sweep along the first dimension."""
+def overlap(boxes: Sequence[tuple[Box, str]]) -> tuple[tuple[Box, str], tuple[Box, str]] | None:
+    """Two boxes of one tensor, each with where it is, that share an element, if any: a sweep along the first dimension."""
+    held = [(box, where) for box, where in boxes if math.prod(box[1])]
     if held and not held[0][0][0]:
         return (held[0], held[1]) if len(held) > 1 else None
     active: list[tuple[Box, str]] = []

@@ -43,7 +43,7 @@ def read_sections(reader: BlobReader, where: str) -> tuple[dict[str, Section], d
         The tensors by name, and the file's own metadata.
 
     Raises:
-        Damaged: no such header, or a tensor that does not fit into the file; names it.
+        Damaged: no such header, or tensors that do not fit into the file or do not fill it one after another; names them.
     """
     if reader.size < _LENGTH_BYTES:
         raise _damaged(where, f"has {reader.size} bytes")
@@ -61,7 +61,22 @@ def read_sections(reader: BlobReader, where: str) -> tuple[dict[str, Section], d
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _damaged(where, f"has no readable safetensors header ({e})") from e
     base = _LENGTH_BYTES + size
-    return {name: _section(name, one, base, reader.size, where) for name, one in theirs.items()}, metadata
+    sections = {name: _section(name, one, base, reader.size, where) for name, one in theirs.items()}
+    _check_order(sections, base, reader.size, where)
+    return sections, metadata
+
+
+def _check_order(sections: Mapping[str, Section], base: int, size: int, where: str) -> None:
+    """Raises Damaged: tensors share bytes, or bytes belong to none, which the format does not allow."""
+    last, at = "the header", base
+    for name, section in sorted(sections.items(), key=lambda item: item[1][2:]):
+        if section.begin < at:
+            raise _damaged(where, f"has {last} and {name} in the same {at - section.begin} bytes")
+        if section.begin > at:
+            raise _damaged(where, f"has {section.begin - at} bytes between {last} and {name} that belong to no tensor")
+        last, at = name, section.end
+    if at != size:
+        raise _damaged(where, f"has {size - at} bytes after {last} that belong to no tensor")
 
 
 def _section(name: str, one: _Theirs, base: int, size: int, where: str) -> Section:

@@ -6,6 +6,7 @@ Only when the user names the format. Tensors are read with ``weights_only=True``
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ftckpt.errors import ConfigError, Damaged, NotFound
+from ftckpt.format.cover import overlap
 from ftckpt.interop import inert
 from ftckpt.interop.weights import Kind
 
@@ -94,19 +96,17 @@ class DcpWeights:
             Damaged: a chunk cannot be read, or is not what the metadata says.
         """
         kind, chunks = self._tensors[name]
+        if fault := _cover_fault(kind.shape, chunks):
+            raise Damaged(f"{self.where}: {name} {fault}", todo="give another checkpoint")
         found = [self._chunk(name, kind, chunk) for chunk in chunks]
         if len(chunks) == 1 and chunks[0].sizes == kind.shape:
             return found[0]
         whole = torch.empty(kind.shape, dtype=kind.dtype)
-        have = 0
         for chunk, tensor in zip(chunks, found, strict=True):
             part = whole
             for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 part = part.narrow(dim, start, size)
             part.copy_(tensor)
-            have += tensor.numel()
-        if have != whole.numel():
-            raise Damaged(f"{self.where}: {name} has {have} of {whole.numel()} elements in its chunks", todo="give another checkpoint")
         return whole
 
     def _chunk(self, name: str, kind: Kind, chunk: _Chunk) -> torch.Tensor:
@@ -122,6 +122,17 @@ class DcpWeights:
         if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (kind.dtype, chunk.sizes):
             raise Damaged(f"{self.where}/{chunk.file}: {name} is not what {METADATA} says", todo="give another checkpoint")
         return tensor
+
+
+def _cover_fault(shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> str:
+    """Why chunks do not make a tensor, each element once; "" if they do."""
+    for c in chunks:
+        if len(c.offsets) != len(shape) or any(o < 0 or o + n > size for o, n, size in zip(c.offsets, c.sizes, shape, strict=False)):
+            return f"has a chunk at {list(c.offsets)} of {list(c.sizes)}, outside of its {list(shape)}"
+    if overlap([((c.offsets, c.sizes), c.file) for c in chunks]):
+        return "has elements that are in two of its chunks"
+    have, want = sum(math.prod(c.sizes) for c in chunks), math.prod(shape)
+    return "" if have == want else f"has {have} of {want} elements in its chunks"
 
 
 def _without_optimizers(tensors: dict[str, tuple[Kind, list[_Chunk]]], where: str) -> dict[str, tuple[Kind, list[_Chunk]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from saved_jobs import equal, raw, save_job
 from torch import nn
@@ -338,6 +339,34 @@ def test_broken_files_are_refused_by_name(tmp_path, damage):
         one.unlink()
     with pytest.raises((errors.Damaged, errors.NotFound), match="hf"), SafetensorsWeights(folder):
         pass
+
+
+@pytest.mark.covers("A9")
+@pytest.mark.parametrize(
+    ("offsets", "size", "said"),
+    [
+        ({"a": (0, 16), "b": (12, 28)}, 28, "has a and b in the same 4 bytes"),
+        ({"b": (0, 16), "a": (0, 16)}, 16, "has b and a in the same 16 bytes"),
+        ({"a": (0, 16), "b": (20, 36)}, 36, "has 4 bytes between a and b that belong to no tensor"),
+        ({"b": (4, 20), "a": (20, 36)}, 36, "has 4 bytes between the header and b"),
+        ({"a": (0, 16), "b": (16, 32)}, 40, "has 8 bytes after b"),
+    ],
+    ids=["part", "whole", "hole", "start", "end"],
+)
+def test_tensors_that_share_bytes_or_leave_some_are_refused_by_name_as_the_library_does(tmp_path, offsets, size, said):
+    header = json.dumps({name: {"dtype": "F32", "shape": [4], "data_offsets": at} for name, at in offsets.items()}).encode()
+    (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / "w.safetensors")
+    with pytest.raises(errors.Damaged, match=re.escape(f"w.safetensors {said}")), SafetensorsWeights(tmp_path / "w.safetensors"):
+        pass
+
+
+def test_empty_tensors_lie_anywhere_between_the_others_as_in_the_library(tmp_path):
+    given = {"a": torch.ones(3), "none": torch.empty(0, 2), "b": torch.ones(2), "nothing": torch.empty(0)}
+    save_file(given, tmp_path / "w.safetensors")
+    with SafetensorsWeights(tmp_path / "w.safetensors") as weights:
+        assert {name: weights.read(name).tolist() for name in weights.kinds()} == {name: t.tolist() for name, t in given.items()}
 
 
 @pytest.mark.covers("A9")

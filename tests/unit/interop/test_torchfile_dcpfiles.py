@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_net import Net
 from saved_jobs import equal
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ftckpt import errors
 from ftckpt.interop import inert
@@ -167,6 +168,30 @@ def test_a_canary_in_a_dcp_directory_does_not_run(directory, tmp_path):
             with pytest.raises(errors.Damaged):
                 weights.read(name)
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.covers("A9")
+@pytest.mark.parametrize(
+    ("boxes", "said"),
+    [
+        ([(0, 2), (1, 1)], "other.half has elements that are in two of its chunks"),
+        ([(0, 1), (2, 1)], "other.half has 2 of 3 elements in its chunks"),
+        ([(1, 3)], r"other.half has a chunk at \[1\] of \[3\], outside of its \[3\]"),
+    ],
+    ids=["overlap", "hole", "outside"],
+)
+def test_chunks_that_do_not_make_the_tensor_are_refused_by_name(directory, tmp_path, boxes, said):
+    import pickle
+
+    shutil.copytree(directory[0], tmp_path / "dcp")
+    meta = tmp_path / "dcp" / ".metadata"
+    content = pickle.loads(meta.read_bytes())
+    info = content.storage_data[MetadataIndex("other.half", torch.Size([0]))]
+    content.state_dict_metadata["other.half"].chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([n])) for at, n in boxes]
+    content.storage_data |= {MetadataIndex("other.half", torch.Size([at])): info for at, _ in boxes}
+    meta.write_bytes(pickle.dumps(content))
+    with DcpWeights(tmp_path / "dcp") as weights, pytest.raises(errors.Damaged, match=said):
+        weights.read("other.half")
 
 
 @pytest.mark.covers("I10")
