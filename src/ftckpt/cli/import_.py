@@ -77,5 +77,7 @@ def import_(
         return
     out = common.console()
     out.print(f"#{report.generation} step 0 {report.location}: {report.tensors} tensors as {report.state!r}", markup=False)
+    for note in report.notes:
+        out.print(f"note: {note}", markup=False)
     for name in report.left_out:
         out.print(f"left out: {name}: the name map does not have it", markup=False)

@@ -37,7 +37,9 @@ from ftckpt.format.manifest import (
 from ftckpt.format.namemap import lookup
 from ftckpt.format.shard import plan_image, write_shard
 from ftckpt.format.table import TensorTable
+from ftckpt.interop.view import GenerationWeights
 from ftckpt.interop.weights import Weights
+from ftckpt.interop.wrappers import said, unwrapped
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.trainer.layout import as_integers, dtype_name
 from ftckpt.trainer.reading import borrow
@@ -55,6 +57,7 @@ class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
         tensors, bytes: how many, and the bytes of the shard.
         cast: tensors that were converted.
         left_out: names of the source that the name map does not have.
+        notes: what else the user should know.
         seconds: what it took.
     """
 
@@ -67,6 +70,7 @@ class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
     cast: tuple[str, ...]
     left_out: tuple[str, ...]
     seconds: float
+    notes: tuple[str, ...] = ()
 
 
 def import_weights(
@@ -99,7 +103,7 @@ def import_weights(
         )
     target = None if dtype is None else getattr(torch, check_target(dtype))
     kinds = weights.kinds()
-    names, left_out = check_import(weights, state, name_map, dtype)
+    names, left_out, notes = check_import(weights, state, name_map, dtype)
     dtypes = {ours: target if target is not None and dtype_name(kinds[n].dtype) in FLOATS else kinds[n].dtype for ours, n in names.items()}
     table = plan_image([(f"{state}/{o}", dtype_name(dtypes[o]), s := kinds[n].shape, (0,) * len(s), s) for o, n in names.items()])
     with mmap.mmap(-1, max(table.image_bytes, 1)) as memory, memoryview(memory) as image:
@@ -124,6 +128,7 @@ def import_weights(
         cast=tuple(o for o, n in names.items() if dtypes[o] != kinds[n].dtype),
         left_out=left_out,
         seconds=time.monotonic() - began,
+        notes=notes,
     )
 
 
@@ -145,8 +150,8 @@ def _read_into(image: memoryview, table: TensorTable, sources: Mapping[str, tupl
 
 def check_import(
     weights: Weights, state: str, name_map: Mapping[str, str] | None, dtype: str | None
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What would be imported, our name -> theirs, and theirs that would not; writes nothing.
+) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
+    """What would be imported, our name -> theirs, theirs that would not, and notes; writes nothing.
 
     Raises:
         ConfigError: the options are none, or leave nothing to import.
@@ -154,26 +159,32 @@ def check_import(
     check_name(state)
     if dtype is not None:
         check_target(dtype)
-    names, left_out = _names(weights.kinds(), name_map)
+    names, left_out, notes = _names(weights, name_map)
     if not names:
         raise ConfigError(f"{weights.where} has nothing to import under the given names", now="nothing was imported")
-    return names, left_out
+    return names, left_out, notes
 
 
-def _names(kinds: Mapping[str, object], name_map: Mapping[str, str] | None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Our name -> theirs, for all that the map names; and theirs that it does not."""
+def _names(weights: Weights, name_map: Mapping[str, str] | None) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
+    """Our name -> theirs, for all that the map names; theirs that it does not; and what is told of their wrappers.
+
+    Our own generations have no names of wrappers: ``module`` in them is the model's own.
+    """
     back = None if name_map is None else {theirs: ours for ours, theirs in name_map.items()}
     if back is not None and name_map is not None and len(back) != len(name_map):
         raise ConfigError("the name map has one of their names twice", now="nothing was imported", todo="correct the name map")
     look = lookup(back)
+    kinds = weights.kinds()
+    asked = None if name_map is None else lambda there: [name for name in there if look(name) is not None]
+    shown = {name: name for name in kinds} if isinstance(weights, GenerationWeights) else unwrapped(kinds, asked)
     names: dict[str, str] = {}
-    for theirs in kinds:
-        ours = look(theirs)
+    for name, theirs in shown.items():
+        ours = look(name)
         if ours is not None:
             if ours in names:
                 raise ConfigError(f"{names[ours]} and {theirs} would both be called {ours}", now="nothing was imported")
             names[ours] = theirs
-    return names, tuple(sorted(set(kinds) - set(names.values())))
+    return names, tuple(sorted(set(kinds) - set(names.values()))), tuple(said(shown))
 
 
 def _begin(store: BlobStore, job: str) -> tuple[str, GenerationName]:

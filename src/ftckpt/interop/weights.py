@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import ConfigError, Mismatch
 from ftckpt.interop.adapter import Adapter
+from ftckpt.interop.wrappers import said, unwrapped
 from ftckpt.trainer.layout import box_view, dtype_name, held, is_lazy
 from ftckpt.trainer.loading_plan import CAST, LENIENT, castable, raise_all
 from ftckpt.trainer.modules import EXTRA, LoadCode, give_values, is_asked
@@ -59,7 +60,7 @@ def fill(model: nn.Module, weights: Weights, adapter: Adapter | None = None, *, 
 
     Args:
         model: parameters may be sharded.
-        adapter: names and values; the same names when left out.
+        adapter: names and values; the same names when left out. Names are looked for without what wrappers added to them, too (``unwrapped``).
         strict: as for ``load_model``. Missing is what has no other name for the same memory that was loaded.
 
     Raises:
@@ -93,7 +94,9 @@ class _Load(NamedTuple):
         Raises:
             Mismatch: something does not fit.
         """
-        there = self.weights.kinds()
+        kinds = self.weights.kinds()
+        own = unwrapped(kinds, lambda there: {part for key in scan.tensors for part in _parts(self.adapter, key, there)})
+        there = {name: kinds[theirs] for name, theirs in own.items()}
         raise_all([f"{key} {_without_memory(live.tensor)}" for key, live in scan.tensors.items() if is_lazy(live.tensor)])
         problems: list[str] = []
         fills: list[_Fill] = []
@@ -111,11 +114,12 @@ class _Load(NamedTuple):
                 why = unwritable(live.tensor) if isinstance(live.tensor, DTensor) else _without_memory(live.tensor)
                 wrong = [f"{key} {why}"] if why else []
             problems += wrong
-            fills.append(_Fill(live, parts))
+            fills.append(_Fill(live, tuple(own[part] for part in parts)))
         memory = {memory_key(f.live.tensor) for f in fills}
         self.report.missing += [key for key in absent if memory_key(scan.tensors[key].tensor) not in memory]
-        self.report.unexpected += sorted(name for name in there.keys() - used if not _inside(name, scan.extras))
+        self.report.unexpected += sorted(own[name] for name in there.keys() - used if not _inside(name, scan.extras))
         self.report.notes += [f"{key} is not a tensor and was left as it is" for key in scan.extras]
+        self.report.notes += said(own)
         remedies = _remedies(problems)
         if "lenient" not in self.strict:
             problems += [f"{key} is missing in the files{_named(key, absent[key])}" for key in self.report.missing]
@@ -201,7 +205,7 @@ class _Load(NamedTuple):
         return []
 
 
-def _parts(adapter: Adapter, key: str, there: Mapping[str, Kind]) -> tuple[str, ...]:
+def _parts(adapter: Adapter, key: str, there: Mapping[str, object]) -> tuple[str, ...]:
     """What an adapter says that a tensor is made of. Raises ConfigError: it is no list of names."""
     parts = adapter.parts(key, there)
     if isinstance(parts, str) or not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
