@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.02
 _SLICE_S = 5.0  # one blocking wait in the store; the deadline may be longer
 _LOOK_S = 0.5  # the same where something is looked for meanwhile
-Meanwhile = Callable[[Sequence[int]], None]
+Meanwhile = Callable[[Callable[[], Sequence[int]]], None]
 _LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
 
 
@@ -144,7 +146,7 @@ class Group:
 
         Args:
             deadline: seconds; the group's when left out.
-            meanwhile: called twice a second with the ranks that have not published; what it raises ends the wait.
+            meanwhile: called twice a second, with what asks the store, by many requests, who has not published; what it raises ends the wait.
 
         Raises:
             DeadlineExceeded: names the ranks that have not published.
@@ -159,11 +161,9 @@ class Group:
         if self.world_size == 1:
             return [self._local[key] for key in keys] if keys[0] in self._local else None
         full = [f"{self._prefix}/{key}" for key in keys]
-        try:
+        with _reached():
             store = self._live()
             return [bytes(value) for value in store.multi_get(full)] if store.check(full) else None
-        except _LOST as e:
-            raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
 
     def count(self, key: str, more: int) -> int:
         """Add to a number that all ranks share, 0 at first; the sum. Atomic. Raises PeerError."""
@@ -172,10 +172,8 @@ class Group:
             total = int(self._local.get(name, b"0")) + more
             self._local[name] = str(total).encode()
             return total
-        try:
+        with _reached():
             return int(self._live().add(f"{self._prefix}/{name}", more))
-        except _LOST as e:
-            raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
 
     def agree(self, key: str, value: bytes, *, deadline: float | None = None) -> bytes:
         """Rank 0's value, on every rank; the others' is passed over.
@@ -234,39 +232,37 @@ class Group:
             try:
                 store.wait(full, timedelta(seconds=max(0.001, min(left, _LOOK_S if meanwhile else _SLICE_S))))
                 return [bytes(value) for value in store.multi_get(full)]
-            except _LOST as e:
-                missing = self._missing(full, ranks, e)
+            except _LOST:  # it did not come in time; or there is no store any more
+                self._missing(full[:1], ranks[:1])
             if meanwhile is not None:
-                meanwhile(missing)
-            if missing and time.monotonic() >= limit:
+                meanwhile(partial(self._missing, full, ranks))
+            if time.monotonic() >= limit and (late := self._missing(full, ranks)):
                 raise DeadlineExceeded(
-                    f"rank {self.rank} waited for {what!r} from {_ranks(missing)}",
+                    f"rank {self.rank} waited for {what!r} from {_ranks(late)}",
                     now="nothing was written",
                     todo="see those ranks' logs: they died, are late, or came to another point of the program",
                 )
 
-    def _missing(self, keys: Sequence[str], ranks: Sequence[int], cause: Exception) -> list[int]:
-        try:
-            return [r for r, key in zip(ranks, keys, strict=True) if not self._live().check([key])]
-        except _LOST:
-            raise PeerError(f"the group's store is gone: {cause}", todo="let the launcher restart the group") from cause
+    def _missing(self, keys: Sequence[str], ranks: Sequence[int]) -> list[int]:
+        """Whose key is not there; halves that are whole cost one request."""
+        with _reached():
+            if self._live().check(list(keys)):
+                return []
+        half = len(keys) // 2
+        return self._missing(keys[:half], ranks[:half]) + self._missing(keys[half:], ranks[half:]) if half else list(ranks)
 
     def _write(self, key: str, value: bytes) -> None:
         if self.world_size == 1:
             self._local[key] = value
             return
-        try:
+        with _reached():
             self._live().set(f"{self._prefix}/{key}", value)  # type: ignore[arg-type]  # it takes bytes as they are
-        except _LOST as e:
-            raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
 
     def look(self, key: str) -> str:
         """What is under a key of the store, whoever put it there; an empty string if nothing is yet. Raises PeerError."""
-        try:
+        with _reached():
             store, full = self._live(), f"{self._prefix}/{key}"
             return bytes(store.get(full)).decode() if store.check([full]) else ""
-        except _LOST as e:
-            raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
 
     def _live(self) -> Store:
         if self._store is None:
@@ -282,6 +278,15 @@ class Group:
                 f"rank {self.rank} waited for {_ranks(missing)} at {what}", now="nothing was written", todo="see those ranks' logs"
             )
         time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """A store that does not answer any more is a PeerError."""
+    try:
+        yield
+    except _LOST as e:
+        raise PeerError(f"the group's store is gone: {e}", todo="let the launcher restart the group") from e
 
 
 def _ranks(ranks: Sequence[int]) -> str:
