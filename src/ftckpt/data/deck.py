@@ -44,7 +44,8 @@ class Deck:
         self._after_seek, self._anew = after_seek, anew
         self._held: deque[Held] = deque()
         self._at: int | None = None  # draws that the loader has made; None: it was not opened yet
-        self._uncounted: Any = None
+        self._uncounted: tuple[int | None, Any] | None = None  # of how many epochs, and the batch
+        self._over: int | None = None  # the last epoch, where a held draw is beyond it
 
     def draw(self, ordinal: int, included: int, epochs: int | None) -> Held | None:
         """One draw: held from before, or made now and journalled; None where the data are over.
@@ -58,9 +59,13 @@ class Deck:
         """
         while self._held and self._held[0].ordinal <= included:
             self._held.popleft()
+        self._over = None
         for held in self._held:
             if held.ordinal == ordinal:
-                return held
+                if _within(held, epochs):
+                    return held
+                self._over = held.epoch - 1
+                return None
         self._reel.epochs = epochs
         if self._at != ordinal - 1:
             self._seek(ordinal - 1)
@@ -78,16 +83,16 @@ class Deck:
     @property
     def ended(self) -> tuple[int, tuple[str, ...]]:
         """Where the data are over: the last epoch, and whose loaders these are (empty: its own)."""
-        return self._reel.ended, self._reel.loaders
+        return self._reel.ended if self._over is None else self._over, self._reel.loaders
 
     def spare(self, epochs: int | None) -> Any:
         """A batch that does not count, or ``END``; the loader and the journal are left alone."""
         if self._held:
-            return self._held[0].batch
-        if self._uncounted is None:
+            return self._held[0].batch if _within(self._held[0], epochs) else END
+        if self._uncounted is None or self._uncounted[0] != epochs:
             self._reel.epochs = epochs
-            self._uncounted = self._reel.peek()
-        return self._uncounted
+            self._uncounted = (epochs, self._reel.peek())
+        return self._uncounted[1]
 
     def close(self) -> None:
         """Let go of held batches and of the loader's workers; a later draw starts them again. What cannot be drawn again is kept."""
@@ -137,3 +142,8 @@ class Deck:
                 raise DataError(
                     f"the loader ended after {done} draws; the state includes {ordinal}", todo="check that the data are those of before"
                 )
+
+
+def _within(held: Held, epochs: int | None) -> bool:
+    """Whether a draw made for one loop belongs to another one, of so many epochs."""
+    return epochs is None or held.epoch < epochs

@@ -45,10 +45,9 @@ class Replica:
             loader,
             journal=self.journal,
             recall=self.recall,
-            position=lambda: self.included,
             votes=lambda: self.votes,
             contribute=self.contribute,
-            **options,
+            **{"position": lambda: self.included} | options,
         )
 
 

@@ -14,6 +14,19 @@ from ftckpt.errors import ConfigError
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
 
 
+class Ends:
+    """What the audit is told of the data's end."""
+
+    def __init__(self) -> None:
+        self.over: list[int] = []
+
+    def draw(self, *told: Any) -> None:
+        """Not of interest here."""
+
+    def end(self, ordinal: int, epoch: int, *told: Any) -> None:
+        self.over.append(epoch)
+
+
 def test_several_draws_per_step_come_again_together() -> None:
     replica = Replica()
     feed = replica.feed([[i] for i in range(6)], epochs=1, draws_per_step=2)
@@ -23,6 +36,39 @@ def test_several_draws_per_step_come_again_together() -> None:
     assert [next(feed)[0], next(feed)[0]] == step == [0, 1]
     replica.commit()
     assert [next(feed)[0], next(feed)[0]] == [2, 3]
+
+
+@pytest.mark.covers("I12")
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_loop_of_fewer_epochs_is_not_given_what_one_of_more_drew(most: int) -> None:
+    replica, told = Replica(), Ends()
+    first = replica.feed([[1], [2]], epochs=2, draws_per_step=most)
+    for n in (1, 2):
+        assert next(first) == [n]
+        replica.commit()
+    assert [next(first) for _ in range(most)] == [[1], [2]][:most]  # of epoch 1, counted by no step
+    assert list(replica.feed([[1], [2]], epochs=1, after=first, record=told)) == []
+    assert told.over == [0], "that epoch 1 is over was said"
+    assert list(committing(replica, replica.feed([[1], [2]], epochs=2, after=first))) == [[1], [2]], "it was lost"
+
+
+@pytest.mark.covers("I12")
+def test_a_batch_that_does_not_count_is_of_the_loops_epochs_too() -> None:
+    replica, healing = Replica(), [False]
+    options: dict[str, Any] = {"position": lambda: -1 if healing[0] else replica.included}
+    loop = replica.feed([[1], [2]], epochs=1, **options)
+    assert list(committing(replica, loop)) == [[1], [2]]
+    healing[0] = True
+    longer = replica.feed([[1], [2]], epochs=2, after=loop, **options)
+    assert next(longer) == [1]  # looked at, of epoch 1
+    assert next(loop, None) is None
+    healing[0] = False
+    assert next(longer) == [1]
+    healing[0] = True
+    assert next(longer) == [1]  # drawn, and held
+    assert next(loop, None) is None
+    healing[0] = False
+    assert next(longer) == [1], "it was lost"
 
 
 @pytest.mark.covers("I12", "I14")
