@@ -17,12 +17,12 @@ from ftckpt.errors import ConfigError
 from ftckpt.trainer import exiting
 from ftckpt.trainer.events import E
 from ftckpt.trainer.given import Given
-from ftckpt.trainer.loaders import is_loader
 from ftckpt.trainer.loading import LoadOptions
 from ftckpt.trainer.looping import LoopCalls
 from ftckpt.trainer.opening import open_agent, open_parts
 from ftckpt.trainer.orphans import DataPolicy
 from ftckpt.trainer.rank import Rank
+from ftckpt.trainer.registering import add
 from ftckpt.trainer.resuming import ResumeReport
 from ftckpt.trainer.states import Scope
 from ftckpt.trainer.warmstart import WarmOptions, WarmReport
@@ -178,6 +178,7 @@ class Checkpointer(LoopCalls):
             scope: "shared" (one for all replicas) or "replica" (each rank's own).
             only_trainable: models: leave out what needs no gradient.
             cursor: the loader: False does not keep its position; it begins anew at each start, with a warning.
+        Raises ConfigError: the name is taken, the object is of no known kind, or an option is none of its kind; or after ``resume()``.
         """
         if self._rank.resumed:
             raise ConfigError(
@@ -185,10 +186,7 @@ class Checkpointer(LoopCalls):
                 now="nothing was changed",
                 todo="register every state before resume()",
             )
-        if kind == "loader" or (kind == "auto" and scope == "shared" and is_loader(obj)):
-            self._rank.loaders.add(name, obj, cursor=cursor)
-        else:
-            self.registry.add(name, obj, kind=kind, scope=scope, only_trainable=only_trainable)
+        add(self.registry, self._rank.loaders, name, obj, kind=kind, scope=scope, only_trainable=only_trainable, cursor=cursor)
 
     # ------------------------------------------------------------------ resuming
     def resume(

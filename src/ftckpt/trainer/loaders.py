@@ -29,13 +29,14 @@ class Loaders:
     """This rank's loader; one per job, since a generation binds one count of draws to each replica.
 
     Attributes:
+        name: its name; empty without a loader.
         order: what decides the order of its samples; None without a loader, and where its position is not kept.
         entering: called before the first batch of each loop; may refuse.
     """
 
     def __init__(self) -> None:
         self._loader: Iterable[Any] | ElasticLoader | None = None
-        self._name, self._kept = "", True
+        self.name, self._kept = "", True
         self._feed: BatchFeed | None = None  # the newest, which knows what was drawn
         self.order: Order | None = None
         self.entering: Callable[[], None] | None = None
@@ -62,13 +63,13 @@ class Loaders:
             raise ConfigError(f"loader {name!r}: an ElasticLoader has no position of its own to leave out", todo="leave out cursor=False")
         if self._loader is not None:
             raise ConfigError(
-                f"loader {name!r} cannot be registered: {self._name!r} is the job's loader already",
+                f"loader {name!r} cannot be registered: {self.name!r} is the job's loader already",
                 now="nothing was changed",
                 todo='register one loader; keep others with scope="replica" if they have state_dict/load_state_dict',
             )
         if not hasattr(loader, "__iter__") and not isinstance(loader, ElasticLoader):
             raise ConfigError(f"loader {name!r} is a {type(loader).__qualname__}, which gives no batches", todo="give something to iterate")
-        self._loader, self._name, self._kept = loader, name, cursor
+        self._loader, self.name, self._kept = loader, name, cursor
         if isinstance(loader, ElasticLoader):
             self.order = loader.sampler.order
         elif cursor:
@@ -142,7 +143,7 @@ class Loaders:
         Raises:
             ConfigError: no loader of that name is registered, or an option does not fit it.
         """
-        if self._loader is None or name != self._name:
+        if self._loader is None or name != self.name:
             raise ConfigError(f"no loader {name!r} is registered", todo=f"register it: ckpt.register({name}=loader)")
         if isinstance(self._loader, ElasticLoader):
             return self._shared(self._loader, session, replica, options)
@@ -185,7 +186,7 @@ class Loaders:
 
     def _own(self, loader: Iterable[Any], session: Session, replica: Replica, options: dict[str, Any]) -> BatchFeed:
         if not self._kept:
-            why = f"the position of loader {self._name!r} is not kept (cursor=False): when this replica starts again, its data come again"
+            why = f"the position of loader {self.name!r} is not kept (cursor=False): when this replica starts again, its data come again"
             logger.warning(why)
             session.client.note("cursors-off", why)
 
