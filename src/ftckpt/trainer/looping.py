@@ -55,7 +55,10 @@ class LoopCalls:
             options.setdefault("record", self._rank.ledger)
         if self._rank.loaders.kind == "own":
             _parts(options, self._rank.group.world_size)
-        return self._rank.loaders.feed(name, self._rank.session, self.replica, after_seek=self._rank.loader.rng_after_seek, **options)
+        feed = self._rank.loaders.feed(name, self._rank.session, self.replica, after_seek=self._rank.loader.rng_after_seek, **options)
+        if "record" not in options:
+            self._rank.ledger.forgo()
+        return feed
 
     def step(self, metrics: Mapping[str, float] | None = None) -> Outcome:
         """Tell that the optimizer's step is over; saves where the policy says so.
@@ -79,7 +82,7 @@ class LoopCalls:
         return self.replica.committed
 
     def save(self, wait: bool | float = False, metrics: Mapping[str, float] | None = None) -> SaveHandle:
-        """Save the state of the last committed step now.
+        """Save the state of the last committed step now. On all ranks of a group alike.
 
         Args:
             wait: True (up to ``deadlines.close_s``) or seconds: wait until the generation is in the log.
@@ -91,6 +94,8 @@ class LoopCalls:
         Raises:
             ConfigError: nothing was committed since ``resume()``; or, without torchft, an optimizer has stepped with a batch that no
                 ``step()`` has counted yet.
+            FtckptError: a failure in the background, of something earlier. In a group of several ranks this save was made all the same: the
+                others may not know of the failure, and make theirs.
         """
         self._rank.need_resumed("save()")
         handle = self._rank.training.save(self.replica, metrics or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -26,18 +26,38 @@ from ftckpt.trainer.replicas.base import Outcome, Replica
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.tail import TailReader
 
+STATES = 1000  # whose saves are counted; more are never saved before one of them is live again
+
+
+class Numbers:
+    """Numbers this process's saves, over all its resumes, from 1 for each state: attempts are named by them.
+
+    Ranks of a group must name a save alike; where one of them has missed one, or made one more, they do so again at the next state.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, int] = {}
+
+    def next(self, h: str) -> int:
+        """Number of one more save of the state with this hash."""
+        number = self._made.pop(h, 0) + 1
+        self._made[h] = number
+        if len(self._made) > STATES:
+            del self._made[next(iter(self._made))]
+        return number
+
 
 class Saver:
     """Saves the state of a committed step; one per rank.
 
     Args:
-        ordinals: numbers this process's saves, over all its resumes: attempts are named by them.
+        numbers: of this process's saves.
         base: index in the log of the generation that this state descends from, -1 for none; set by resuming.
     """
 
-    def __init__(self, session: Session, replica: Replica, loaders: Loaders, tail: TailReader, ordinals: Iterator[int]) -> None:
+    def __init__(self, session: Session, replica: Replica, loaders: Loaders, tail: TailReader, numbers: Numbers) -> None:
         self._session, self._replica, self._loaders, self._tail = session, replica, loaders, tail
-        self._ordinals = ordinals
+        self._numbers = numbers
         self._placed = tail.placed if session.settings.acknowledge == "first" else None
         self.base = -1
         self.last_step = -1
@@ -56,7 +76,7 @@ class Saver:
             FtckptError: of the kind that another rank of the group refused with, where this one met it waiting there.
         """
         trajectory = self._replica.trajectory
-        attempt = attempt_id(trajectory.h, self._replica.incarnation, next(self._ordinals))
+        attempt = attempt_id(trajectory.h, self._replica.incarnation, self._numbers.next(trajectory.h))
         self.last_step = trajectory.step
         try:
             return self._save(outcome, metrics, attempt)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ftckpt.config import Settings
 from ftckpt.domain.policy import Moment, Policy
-from ftckpt.errors import ConfigError, SaveFailed, StoreError
+from ftckpt.errors import ConfigError, FtckptError, SaveFailed, StoreError
 from ftckpt.ports import BlobStore
 from ftckpt.trainer.background import Background
 from ftckpt.trainer.boundary import Boundary
@@ -21,7 +21,7 @@ from ftckpt.trainer.opening import bind_root
 from ftckpt.trainer.replicas.base import Outcome, Replica
 from ftckpt.trainer.replicas.solo import SoloReplica
 from ftckpt.trainer.resuming import ResumeReport
-from ftckpt.trainer.saving import Saver
+from ftckpt.trainer.saving import Numbers, Saver
 from ftckpt.trainer.session import Session
 from ftckpt.trainer.tail import TailReader
 
@@ -52,7 +52,7 @@ class Training:
         self._settings, self._policy, self._group, self._store = settings, policy, group, store
         self._session, self._loaders, self._tail = session, loaders, tail
         self._background, self._events = background, events
-        self._ordinals = itertools.count(1)  # of this process's saves: attempts are named by them
+        self._numbers = Numbers()
         self._saver: Saver | None = None
         self._boundary = Boundary()
         loaders.entering = lambda: self._boundary.check("a loop over batches() began", "nothing was drawn")
@@ -62,7 +62,7 @@ class Training:
 
     def begin(self, replica: Replica, report: ResumeReport) -> None:
         """Go on from what was loaded."""
-        self._saver = Saver(self._session, replica, self._loaders, self._tail, self._ordinals)
+        self._saver = Saver(self._session, replica, self._loaders, self._tail, self._numbers)
         self._saver.base = report.generation if report.generation is not None else -1
         self._saver.last_step = report.step
         self._boundary.open(replica, self._session.registry)
@@ -77,29 +77,24 @@ class Training:
         if isinstance(replica, SoloReplica) and (tail := self._tail.known()) is not None:
             replica.knows_tail(tail.step)
         self.bind()
-        failure = self._background.failure(
-            replica
-        )  # raised last: the step was made, and its own save must not be missed for an earlier one's
-        try:
+        with self._raised_last(self._background.failure(replica)):  # the step was made
             if outcome.committed and self._due(replica, ending=False):
                 self._save(replica, metrics)
             self.tell(replica)
-        except BaseException:
-            if failure is not None:
-                self._background.owe(failure)
-            raise
-        if failure is not None:
-            raise failure
         return outcome
 
     def save(self, replica: Replica, metrics: Mapping[str, float]) -> SaveHandle:
         """As ``Checkpointer.save``, without waiting."""
         self._boundary.check("save()", "nothing was saved")
         self.captured()
-        self._background.check(replica)
-        if self._last is None:
-            self._last = _standing(replica)
-        return self._save(replica, metrics)
+        failure = self._background.failure(replica)
+        if failure is not None and self._group.world_size == 1:
+            raise failure
+        with self._raised_last(failure):  # the other ranks of the group may not have it yet, and make their part of this save
+            if self._last is None:
+                self._last = _standing(replica)
+            handle = self._save(replica, metrics)
+        return handle
 
     def captured(self) -> None:
         """As ``Checkpointer.captured``, but for what is owed."""
@@ -140,6 +135,18 @@ class Training:
                 self._bound, self._bind_at = False, time.monotonic() + BIND_AGAIN_S
 
     # ------------------------------------------------------------------ inside
+    @contextlib.contextmanager
+    def _raised_last(self, failure: FtckptError | None) -> Iterator[None]:
+        """Raise an earlier failure when the work is done, whose own save must not be missed for it; at the next call if that fails, too."""
+        try:
+            yield
+        except BaseException:
+            if failure is not None:
+                self._background.owe(failure)
+            raise
+        if failure is not None:
+            raise failure
+
     def _due(self, replica: Replica, *, ending: bool, ahead: int = 0) -> bool:
         """Whether the policy says to save now, or ``ahead`` steps on."""
         if self._saver is None or replica.spent:

@@ -24,6 +24,18 @@ def say(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
 
 
+def save(ckpt: Checkpointer, lose_agent: bool) -> None:
+    client = ckpt._rank.session.client
+    if lose_agent:
+        os.kill(client.agent_pid, signal.SIGKILL)
+        while client.alive:
+            time.sleep(0.01)
+    try:
+        say(event="saved", step=ckpt.save().step)
+    except FtckptError as e:
+        say(event="failed", kind=type(e).__name__, text=str(e))
+
+
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--root", required=True)
@@ -37,6 +49,8 @@ def main() -> None:
     p.add_argument("--resume-step", type=int, default=None)
     p.add_argument("--slow", type=float, default=0.0)  # seconds after each step
     p.add_argument("--then", default="")  # what to do after the last step: kill, raise, wait, unstorable
+    p.add_argument("--save-at", type=int, default=0)  # a step whose state the script itself saves
+    p.add_argument("--lose-agent", action="store_true")  # right before
     a = p.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -76,6 +90,8 @@ def main() -> None:
                     ids=ids.tolist(),
                     params=digest_of(model),
                 )
+                if ckpt.current_step == a.save_at:
+                    save(ckpt, a.lose_agent)
                 if ckpt.current_step >= a.steps:
                     break
                 time.sleep(a.slow)

@@ -127,7 +127,7 @@ def test_a_failure_that_another_one_got_in_the_way_of_is_told_at_the_next_call()
     client = Pending(SaveFailed("disk full"))
     session: Any = SimpleNamespace(client=client, captured=lambda: None)
     tail = TailReader(MemoryLog("job"), client)  # type: ignore[arg-type]
-    group: Any = SimpleNamespace(rank=1)
+    group: Any = SimpleNamespace(rank=1, world_size=1)
     background = Background(session, tail, Events(), group)
     background.tell = lambda *args, **options: None  # type: ignore[method-assign]
     training = Training(None, Every(steps=1), group, None, session, SimpleNamespace(), tail, background, Events())  # type: ignore[arg-type]

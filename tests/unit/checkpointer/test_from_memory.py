@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -71,12 +72,14 @@ def test_with_the_agent_killed_too_it_comes_from_disk(jobs: Jobs) -> None:
     assert "memory" not in told(jobs)[-1]
 
 
-def group(jobs: Jobs, *options: object, then: tuple[str, str] = ("", ""), **env: str) -> list[Any]:
-    """Two ranks of one group, as processes of their own."""
+def group(
+    jobs: Jobs, *options: object, then: tuple[str, str] = ("", ""), each: Sequence[tuple[object, ...]] = ((), ()), **env: str
+) -> list[Any]:
+    """Two ranks of one group, as processes of their own, with options of each."""
     port = str(free_port())
     return [
         jobs.start(
-            "--every", 5, "--width", WIDTH, "--then", then[rank], *options, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+            "--every", 5, "--width", WIDTH, "--then", then[rank], *options, *each[rank], RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **STAYS | env,
         )
         for rank in (0, 1)
