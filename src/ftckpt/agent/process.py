@@ -140,6 +140,7 @@ class Agent:
                     tail=self._desk.tail,
                     log=self._desk.log_uuid,
                     keeps=True,
+                    refuses=True,
                 )
             )
             if before is not None:

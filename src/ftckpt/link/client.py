@@ -76,7 +76,6 @@ class AgentClient(Outbox):
     def __init__(self, config: AgentConfig, channel: Link, welcome: m.Welcome, on_warning: Callable[[m.Warned], None] | None) -> None:
         super().__init__(config, channel, Inbox(welcome, str(launch.paths_of(config).output)))
         self.agent_pid, self.reattached = welcome.pid, welcome.reattached
-        self._keeps = welcome.keeps
         self._on_warning = on_warning
         self._warned: deque[m.Warned] = deque(maxlen=MOST_WARNINGS)
         self._reader = threading.Thread(target=self._read, name="ftckpt-link", daemon=True)
@@ -170,7 +169,7 @@ class AgentClient(Outbox):
         Raises:
             DeadlineExceeded: no answer in time.
         """
-        if not self._keeps:  # of an earlier release
+        if not self._inbox.welcome.keeps:  # of an earlier release
             return ()
         answer = self._inbox.ask(lambda token: self._send(m.AskKept(token=token, done=done)), timeout, "word of what it keeps")
         return answer.images if isinstance(answer, m.Kept) else ()

@@ -49,6 +49,7 @@ class Inbox:
 
     def __init__(self, welcome: m.Welcome, hint: str) -> None:
         self.changed = threading.Condition()
+        self.welcome = welcome
         self.url, self.log_uuid = welcome.url, welcome.log
         self.tail: Entry | None = welcome.tail
         self.stray: str | None = None

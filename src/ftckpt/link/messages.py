@@ -171,7 +171,7 @@ class Bye(_Msg, frozen=True, kw_only=True):
 
 # ---------------------------------------------------------------- agent -> trainer
 class Welcome(_Msg, frozen=True, kw_only=True):
-    """Answer to ``Hello``: the agent's pid, the base URL that it serves at, whether it served an earlier trainer, whether it knows ``AskKept``."""
+    """Answer to ``Hello``: the agent's pid, its base URL for peers, whether it served an earlier trainer, knows ``AskKept``, ``Save.refused``."""
 
     version: int = LINK_VERSION
     pid: int
@@ -180,6 +180,7 @@ class Welcome(_Msg, frozen=True, kw_only=True):
     tail: Entry | None
     log: str
     keeps: bool = False
+    refuses: bool = False
 
 
 class Serving(_Msg, frozen=True, kw_only=True):

@@ -133,12 +133,16 @@ class Outbox:
     def refuse(self, attempt: str, trajectory: Trajectory, error: FtckptError) -> None:
         """Tell the other ranks of the group, through the agents, that this one has no part in a save, so that nobody waits for it.
 
+        To an agent of an earlier release nothing is said: the others wait as long as they did then.
+
         Args:
             error: why; it is raised here by whoever met it, and not once more as a failure in the background.
 
         Raises:
             AgentError: the agent has gone.
         """
+        if not self._inbox.welcome.refuses:
+            return
         handle = self._inbox.new_save(trajectory, attempt)
         handle.reported = True
         message = m.Save(
