@@ -12,11 +12,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
-from ftckpt.data.records import End, Fault, Made, Plan, Records, Use
+from ftckpt.data.records import End, Fault, Ids, Made, Plan, Records, Use
 from ftckpt.domain.names import check_name, member_id
 from ftckpt.errors import Damaged, DataError, StoreError
 
@@ -132,7 +132,7 @@ class AuditWriter:
 def read_audit(folder: Path) -> Records:
     """All records of a job, each as often as it was written; what is no record is passed over and told. Raises StoreError or Damaged."""
     found = Records()
-    decoder = msgspec.msgpack.Decoder(Use | Made | End)
+    decoder, same = msgspec.msgpack.Decoder(Use | Made | End), dict[Any, Any]()
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             data = path.read_bytes()
@@ -144,7 +144,8 @@ def read_audit(folder: Path) -> Records:
                 continue
             try:
                 record = decoder.decode(part)
-            except msgspec.DecodeError as e:
+                record = _slim(record, same)
+            except (msgspec.DecodeError, OverflowError) as e:
                 raise Damaged(f"the audit {path} has a record that this release does not read: {e}", todo="use a newer ftckpt") from e
             match record:
                 case Use():
@@ -154,6 +155,17 @@ def read_audit(folder: Path) -> Records:
                 case End():
                     found.ends.append(record)
     return found
+
+
+def _slim(record: Use | Made | End, same: dict[Any, Any]) -> Use | Made | End:
+    """A record in less memory: ids packed, and what many records say alike held once."""
+    if isinstance(record, Use):
+        before, plan = same.setdefault(record.before, record.before), same.setdefault(record.plan, record.plan)
+        return msgspec.structs.replace(record, before=before, plan=plan, ids=Ids(record.ids))
+    if isinstance(record, Made):
+        before, after = same.setdefault(record.before, record.before), same.setdefault(record.after, record.after)
+        return msgspec.structs.replace(record, before=before, after=after)
+    return record
 
 
 def _parts(file: str, data: bytes) -> Iterator[bytes | Fault]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from ftckpt.data.records import SHARED, End, Plan, Use
+from ftckpt.data.records import SHARED, End, Ids, Plan, Use
 from ftckpt.domain.names import member_id
 
+Numbers = npt.NDArray[np.int64]
+NONE: Numbers = np.zeros(0, np.int64)
 Ranges = tuple[tuple[int, int], ...]
 Stream = tuple[int, int]  # whose loader, and which part of it
 ORDER: Stream = (0, 0)  # the shared one
@@ -78,7 +82,7 @@ class Seen:
         *,
         lacking: bool,
     ) -> None:
-        self.lacking = lacking
+        self.lacking, self._uses = lacking, uses
         self.by_epoch: dict[int, dict[Stream, list[Use]]] = {}
         self.newest: dict[Stream, int] = {stream_of(u): -1 for u in uses if u.ordinal}  # that it has come to along the trajectory
         for u in consumed:
@@ -94,15 +98,26 @@ class Seen:
                 self.ended[stream] = max(end.epoch, self.ended.get(stream, -1))
                 for epoch, passed in end.left:
                     self.left.setdefault(epoch, set()).update(passed)
-        self.told, self._every = frozenset(ids), frozenset(i for u in uses for i in (*u.ids, *u.left))
+        self._told = _distinct(_array(ids))
 
-    def samples(self, epoch: int) -> tuple[frozenset[int], bool]:
-        """Ids that an epoch has, and whether those are all."""
-        if self.told:
-            return self.told, True
+    @cached_property
+    def _every(self) -> Numbers:
+        """All ids that occur; an epoch's at a time."""
+        by_epoch: dict[int, list[Numbers]] = {}
+        for use in self._uses:
+            by_epoch.setdefault(use.epoch, []).extend((_array(use.ids), _array(use.left)))
+        every = NONE
+        for parts in by_epoch.values():
+            every = _distinct(np.concatenate((every, *parts)))
+        return every
+
+    def samples(self, epoch: int) -> tuple[Numbers, bool]:
+        """Ids that an epoch has, in order, and whether those are all."""
+        if self._told.size:
+            return self._told, True
         of = {(u.plan or NO_PLAN).of for u in self.by_epoch.get(epoch, {}).get(ORDER, [])}
         if self.shared and len(of) == 1 and (length := of.pop()) is not None:
-            return frozenset(range(length)), True
+            return np.arange(length), True
         return self._every, False
 
 
@@ -114,44 +129,44 @@ def judge_epoch(epoch: int, seen: Seen, gone: Iterable[Use]) -> EpochAudit:
     """
     uses = seen.by_epoch.get(epoch, {})
     streams = {stream: _part(stream, uses.get(stream, [])) for stream in seen.newest}
-    counts = Counter(i for part in streams.values() for i in part.ids)
+    had, times = np.unique(np.concatenate((NONE, *(part.ids for part in streams.values()))), return_counts=True)
     every, known = seen.samples(epoch)
-    passed = seen.left.get(epoch, set()).union(*(u.left for group in uses.values() for u in group)) - counts.keys()
-    lacks = every - counts.keys() - passed
+    passed = _without(_distinct(_array(seen.left.get(epoch, set()).union(*(u.left for group in uses.values() for u in group)))), had)
+    lacks = _without(_without(every, had), passed)
     ends = {s: max(seen.ended.get(s, -1), seen.newest[s] - 1) >= epoch for s in streams}
-    over = bool(streams) and all(ends[s] or (part.full if part.of is not None else known and not lacks) for s, part in streams.items())
+    over = bool(streams) and all(ends[s] or (part.full if part.of is not None else known and not lacks.size) for s, part in streams.items())
     through = [part for s, part in streams.items() if ends[s] or part.full]
     fewer = any(part.short or (part.of is not None and not part.full) for part in through)
 
-    repeated = {i for i, n in counts.items() if n > 1}
-    meant = sum(part.doubled for part in streams.values())
-    padded = repeated if sum(counts[i] - 1 for i in repeated) <= meant else set()
+    repeated, padded = had[times > 1], NONE
+    if times.sum() - had.size <= sum(part.doubled for part in streams.values()):
+        repeated, padded = padded, repeated
     room = [part.left for part in streams.values()]
-    if over and not fewer and (None in room or len(lacks) <= sum(n or 0 for n in room)):
-        passed, lacks = passed | lacks, frozenset()
-    unknown = counts.keys() - every
-    missing = lacks if over and not seen.lacking else set()
+    if over and not fewer and (None in room or lacks.size <= sum(n or 0 for n in room)):
+        passed, lacks = _distinct(np.concatenate((passed, lacks))), NONE
+    unknown = _without(had, every)
+    missing, ahead = (lacks, NONE) if over and not seen.lacking else (NONE, lacks)
     full = [part.full for part in streams.values()]
     untold = not known and all(full) and any(part.samples is None for part in streams.values())  # perhaps they are left out on purpose
-    wrong = bool(repeated - padded or unknown or (missing and not untold) or (fewer and not seen.lacking))
+    wrong = bool(repeated.size or unknown.size or (missing.size and not untold) or (fewer and not seen.lacking))
     draws = [part.of for part in streams.values()]
     handed = [part.samples for part in streams.values()]
     return EpochAudit(
         epoch=epoch,
-        state="wrong" if wrong else "unproven" if seen.lacking or missing else "complete" if over else "in progress",
-        once=ranges(i for i, n in counts.items() if n == 1),
-        repeated=ranges(repeated - padded),
+        state="wrong" if wrong else "unproven" if seen.lacking or missing.size else "complete" if over else "in progress",
+        once=ranges(had[times == 1]),
+        repeated=ranges(repeated),
         missing=ranges(missing),
-        ahead=ranges(lacks - missing),
+        ahead=ranges(ahead),
         left=ranges(passed),
         padded=ranges(padded),
         orphaned=ranges({i for u in gone if u.epoch == epoch for i in u.ids}),
         unknown=ranges(unknown),
         over=over,
-        samples=len(every) if known else None,
+        samples=every.size if known else None,
         draws=sum(part.draws for part in streams.values()),
         of_draws=None if None in draws or seen.shared else sum(n or 0 for n in draws),
-        handed=sum(len(part.ids) for part in streams.values()),
+        handed=sum(part.ids.size for part in streams.values()),
         of_handed=None if None in handed else sum(n or 0 for n in handed),
     )
 
@@ -159,7 +174,7 @@ def judge_epoch(epoch: int, seen: Seen, gone: Iterable[Use]) -> EpochAudit:
 class _Part(msgspec.Struct, frozen=True):
     """What one loader, or one part of it, gave for an epoch, and was meant to."""
 
-    ids: tuple[int, ...]
+    ids: Numbers
     draws: int
     of: int | None
     left: int | None
@@ -174,7 +189,7 @@ class _Part(msgspec.Struct, frozen=True):
     @property
     def short(self) -> bool:
         """Fewer samples than were meant: a draw may have less than it should."""
-        return self.samples is not None and len(self.ids) < self.samples
+        return self.samples is not None and self.ids.size < self.samples
 
 
 def _part(stream: Stream, uses: list[Use]) -> _Part:
@@ -186,7 +201,7 @@ def _part(stream: Stream, uses: list[Use]) -> _Part:
     of, samples = {plan.of for plan in plans}, {plan.samples for plan in plans}
     left = [plan.left for plan in plans]
     return _Part(
-        ids=tuple(i for u in draws.values() for i in u.ids),
+        ids=np.concatenate([NONE, *(_array(u.ids) for u in draws.values())]),
         draws=len({key[:4] for key in draws}),
         of=of.pop() if len(of) == 1 and stream != ORDER else None,
         left=None if None in left else max((n or 0 for n in left), default=0),
@@ -201,10 +216,15 @@ def lost(off: Iterable[Use], consumed: Iterable[Use]) -> list[Use]:
     Args:
         consumed: uses along the trajectory, and along those that go on from it.
     """
-    had: dict[int, set[int]] = {}
-    for use in consumed:
-        had.setdefault(use.epoch, set()).update(use.ids)
-    left = ((u, tuple(i for i in u.ids if i not in had.get(u.epoch, ()))) for u in off)
+    off = list(off)
+    asked: dict[int, set[int]] = {}
+    for use in off:
+        asked.setdefault(use.epoch, set()).update(use.ids)
+    had: dict[int, set[int]] = {epoch: set() for epoch in asked}
+    for use in consumed if asked else ():
+        if use.epoch in asked:
+            had[use.epoch] |= asked[use.epoch].intersection(use.ids)
+    left = ((u, tuple(i for i in u.ids if i not in had[u.epoch])) for u in off)
     return [msgspec.structs.replace(u, ids=ids) for u, ids in left if ids]
 
 
@@ -220,15 +240,31 @@ def _stream(loader: str, member: int, part: int, rank: int) -> Stream:
 
 def ranges(numbers: Iterable[int]) -> Ranges:
     """Numbers as ranges (first, last), both included."""
-    out: list[tuple[int, int]] = []
-    for n in sorted(numbers):
-        if out and n == out[-1][1] + 1:
-            out[-1] = (out[-1][0], n)
-        else:
-            out.append((n, n))
-    return tuple(out)
+    held = np.sort(numbers if isinstance(numbers, np.ndarray) else _array(numbers))
+    if not held.size:
+        return ()
+    cuts = np.flatnonzero(np.diff(held) != 1)
+    first, last = held[np.append(0, cuts + 1)], held[np.append(cuts, -1)]
+    return tuple(zip(first.tolist(), last.tolist(), strict=True))
 
 
 def amount(of: Iterable[tuple[int, int]]) -> int:
     """How many numbers ranges hold."""
     return sum(last - first + 1 for first, last in of)
+
+
+def _array(ids: Iterable[int]) -> Numbers:
+    return np.frombuffer(ids.packed, np.int64) if isinstance(ids, Ids) else np.fromiter(ids, np.int64)
+
+
+def _without(these: Numbers, those: Numbers) -> Numbers:
+    """Ordered numbers, each once, without some of them."""
+    return np.setdiff1d(these, those, assume_unique=True)
+
+
+def _distinct(ids: Numbers) -> Numbers:
+    """In order, each once; ``numpy.unique`` may take a hash table for it, several times the memory."""
+    held: Numbers = np.sort(ids)
+    last: npt.NDArray[np.bool_] = np.ones(held.size, bool)
+    last[:-1] = held[1:] != held[:-1]
+    return held[last]

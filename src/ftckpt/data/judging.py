@@ -93,7 +93,7 @@ def judge_audit(
             places[place.of(use.before)].append(use)
     whole = (chain[0].before if chain else newest) == origin
     lacking = bool(along.unrecorded) or not whole
-    seen = Seen(along.consumed, mine, tuple(ids), [e for e in set(ends) if place.on(e.at)], along.drawn, lacking=lacking)
+    seen = Seen(along.consumed, mine, ids, [e for e in set(ends) if place.on(e.at)], along.drawn, lacking=lacking)
     later = [u for u in places["after"] if _attempt(u) in recorded]
     gone = lost(places["off"], [*along.consumed, *later])
     numbers = sorted({u.epoch for u in along.consumed} | {u.epoch for u in gone})

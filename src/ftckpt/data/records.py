@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
 import msgspec
 
 SHARED = "*"
+
+
+class Ids(Sequence[int]):
+    """Sample ids as they are held by the millions: packed, and equal to a tuple of them.
+
+    Attributes:
+        packed: native signed 64-bit numbers.
+    """
+
+    __slots__ = ("packed",)
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        self.packed = array("q", ids).tobytes()
+
+    def __len__(self) -> int:
+        return len(self.packed) // 8
+
+    def __getitem__(self, at: Any) -> Any:
+        return tuple(self)[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(memoryview(self.packed).cast("q"))
+
+    def __eq__(self, other: object) -> bool:
+        return self.packed == other.packed if isinstance(other, Ids) else tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +81,7 @@ class Use(msgspec.Struct, frozen=True, array_like=True, tag="use/1"):
     rank: int
     ordinal: int
     epoch: int
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     plan: Plan | None = None
     records: int = 0
     ranks: int = 0

@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -69,6 +70,51 @@ def test_batch_drawn_for_a_state_that_was_replaced_before_its_vote_is_not_writte
         audit.draw(True, 10, 0, [50])
         audit.voting("h0", 11)
     assert [(u.ordinal, u.ids) for u in read_audit(tmp_path).uses] == [(10, (50,))]
+
+
+@pytest.mark.covers("I12")
+def test_ids_of_a_large_job_take_little_memory(tmp_path: Path) -> None:
+    samples, batch = 100_000, 500
+    with AuditWriter(tmp_path, "r0", 7, 0, "abc", 1) as audit:
+        for step in range(2 * samples // batch):
+            epoch, at = divmod(step * batch, samples)
+            audit.draw(
+                True, step + 1, epoch, [1_000_000 + (i * 7919) % samples for i in range(at, at + batch)], Plan(of=200, samples=samples)
+            )
+            audit.voting(f"{step:064}", step, 1)
+            audit.made(f"{step:064}", f"{step + 1:064}", step + 1, [(7, step)])
+        audit.end(f"{400:064}", 400, 1, [""], -1, ())
+    tracemalloc.start()
+    try:
+        found = read_audit(tmp_path)
+        held = tracemalloc.get_traced_memory()[0]
+        report = judge_audit(found.uses, found.made, f"{400:064}", f"{0:064}", ends=found.ends)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert report.complete
+    assert held < 2 * samples * 14
+    assert peak < 2 * samples * 70
+
+
+@pytest.mark.covers("I12")
+def test_ids_at_the_bounds_are_counted_and_those_beyond_are_no_records_of_this_release(tmp_path: Path) -> None:
+    low, high = -(1 << 63), (1 << 63) - 1
+    with AuditWriter(tmp_path, "r0", 7, 0, "abc") as audit:
+        audit.draw(True, 1, 0, [low, high, 0, -1, 1, high])
+        audit.voting("h0", 11, 1)
+        audit.made("h0", "h1", 1, [(7, 11)])
+    found = read_audit(tmp_path)
+    assert found.uses[0] == Use("h0", 11, 7, 0, 1, 0, (low, high, 0, -1, 1, high), None, 1)
+    assert hash(found.uses[0]) == hash(Use("h0", 11, 7, 0, 1, 0, (low, high, 0, -1, 1, high), None, 1))
+    assert found.uses[0].ids[1:3] == (high, 0)
+    (epoch,) = judge_audit(found.uses, found.made, "h1", "h0").epochs
+    assert (epoch.once, epoch.repeated) == (((low, low), (-1, 1)), ((high, high),))
+    with AuditWriter(tmp_path, "r1", 8, 0, "abc") as audit:
+        audit.draw(True, 1, 0, [high + 1])
+        audit.voting("h0", 11, 1)
+    with pytest.raises(Damaged, match="does not read"):
+        read_audit(tmp_path)
 
 
 @pytest.mark.covers("I12")
