@@ -7,22 +7,34 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from ftckpt.config import Settings
 from ftckpt.data.audit import FOLDER, AuditWriter
-from ftckpt.data.records import Plan
+from ftckpt.data.records import Made, Plan
 from ftckpt.trainer.replicas.base import Replica
 from ftckpt.wiring import root_path
 
-KEPT = 1 << 13  # votes and steps before it was opened
+KEPT = 1 << 22  # bytes for votes and steps before it was opened
+BESIDE = 48  # bytes that each of them takes beside its own
+
+
+class Vote(msgspec.Struct, frozen=True, array_like=True, tag="vote"):
+    """What ``SampleLedger.voting`` was told."""
+
+    before: str
+    nonce: int
+    draws: int
 
 
 class SampleLedger:
-    """This rank's audit; silent until ``open``, which also tells of the steps made here before it."""
+    """This rank's audit; silent until ``open``, which also tells of the newest steps made here before it, unless ``forgo`` was called."""
 
     def __init__(self) -> None:
         self._writer: AuditWriter | None = None
         self._at: Callable[[], str] = str
-        self._before: deque[Callable[[AuditWriter], None]] = deque(maxlen=KEPT)
+        self._before: deque[bytes] | None = deque()
+        self._kept = 0
 
     def open(self, settings: Settings, replica: Replica, rank: int, ranks: int = 0) -> None:
         """Begin to record; in the job's directory, or where the root is no directory in the state directory."""
@@ -36,8 +48,13 @@ class SampleLedger:
         for (earlier, before), (step, after) in pairwise(links):
             if earlier == step:  # ``open`` entries
                 writer.made(before, after, step, ())
-        while self._before:
-            self._before.popleft()(writer)
+        for told in self._before or ():
+            self._write(msgspec.msgpack.decode(told, type=Vote | Made))
+        self.forgo()
+
+    def forgo(self) -> None:
+        """Keep nothing for a later ``open``: batches are handed out that nobody records, which makes what came before them of no use."""
+        self._before, self._kept = None, 0
 
     def draw(self, first: bool, ordinal: int, epoch: int, ids: Sequence[int], plan: Plan | None = None, left: Sequence[int] = ()) -> None:
         """A batch is handed out."""
@@ -51,19 +68,31 @@ class SampleLedger:
 
     def voting(self, before: str, nonce: int, draws: int) -> None:
         """This replica contributes to the vote that is about to be held."""
-        self._tell(lambda writer: writer.voting(before, nonce, draws))
+        self._tell(Vote(before, nonce, draws))
 
     def made(self, before: str, after: str, step: int, parts: tuple[tuple[int, int], ...]) -> None:
         """A step was committed."""
-        self._tell(lambda writer: writer.made(before, after, step, parts))
+        self._tell(Made(before, after, step, parts))
 
     def close(self) -> None:
         """End the record."""
         if self._writer is not None:
             self._writer.close()
 
-    def _tell(self, what: Callable[[AuditWriter], None]) -> None:
+    def _tell(self, what: Vote | Made) -> None:
+        if self._writer is not None:
+            self._write(what)
+        elif self._before is not None:
+            told = msgspec.msgpack.encode(what)
+            self._before.append(told)
+            self._kept += len(told) + BESIDE
+            while self._kept > KEPT:
+                self._kept -= len(self._before.popleft()) + BESIDE
+
+    def _write(self, what: Vote | Made) -> None:
         if self._writer is None:
-            self._before.append(what)
+            return
+        if isinstance(what, Vote):
+            self._writer.voting(what.before, what.nonce, what.draws)
         else:
-            what(self._writer)
+            self._writer.made(what.before, what.after, what.step, what.parts)

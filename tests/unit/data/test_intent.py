@@ -24,7 +24,6 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ftckpt.config import Settings
 from ftckpt.data.audit import AuditWriter, read_audit
 from ftckpt.data.batches import BatchFeed
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
@@ -37,7 +36,6 @@ from ftckpt.domain.names import member_id
 from ftckpt.domain.trajectory import Trajectory, genesis
 from ftckpt.errors import ConfigError
 from ftckpt.trainer.replicas.solo import SoloReplica
-from ftckpt.trainer.samples import KEPT, SampleLedger
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
 N, BATCH = 23, 4
@@ -418,30 +416,3 @@ def test_batch_whose_ids_were_refused_is_handed_out_later(tmp_path: Path) -> Non
         job.run(1)
     job.run()
     assert job.audit(*DATA).complete
-
-
-def after_a_warm_up(tmp_path: Path, steps: int) -> AuditReport:
-    """What is said of a process that made steps before its first loop over data, and one in it."""
-    ledger = SampleLedger()
-    replica = SoloReplica("gpt", "r0", "life", ledger.voting, ledger.made)
-    for _ in range(steps):
-        replica.outcome()
-    ledger.open(Settings(job="gpt", root=str(tmp_path)), replica, 0, 1)
-    replica.contribute(1, 2)
-    ledger.draw(True, 1, 0, [5, 6])
-    replica.outcome()
-    ledger.close()
-    found = read_audit(tmp_path / "gpt" / "audit")
-    return judge_audit(found.uses, found.made, replica.trajectory.h, genesis("gpt").h)
-
-
-@pytest.mark.covers("I12")
-def test_steps_made_before_the_loop_are_told_when_it_begins(tmp_path: Path) -> None:
-    report = after_a_warm_up(tmp_path, 3)
-    assert (report.verdict, report.steps, report.idle) == ("exact", 1, 3)
-
-
-@pytest.mark.covers("I12")
-def test_more_steps_than_are_kept_before_the_loop_leave_a_hole_that_is_told(tmp_path: Path) -> None:
-    report = after_a_warm_up(tmp_path, KEPT)
-    assert (report.verdict, report.whole, report.since) == ("unproven", False, KEPT // 2)
