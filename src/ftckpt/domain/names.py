@@ -63,7 +63,7 @@ def intent_number(words: str) -> int:
 
 
 def attempt_id(h: str, incarnation: str, ordinal: int) -> str:
-    """Eight hex digits that every rank of a group derives alike for its ``ordinal``-th save of this incarnation."""
+    """Eight hex digits that every rank of a group derives alike for its ``ordinal``-th save of the state with hash ``h`` in this incarnation."""
     return hashlib.sha256(f"ftckpt attempt\0{h}\0{incarnation}\0{ordinal}".encode()).hexdigest()[:8]
 
 

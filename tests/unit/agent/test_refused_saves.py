@@ -60,6 +60,7 @@ def reopen(trainer: Trainer, rig: Rig) -> None:
     rig.pids.add(trainer.client.agent_pid)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("F21", "F62", "I11", "I14")
 @pytest.mark.parametrize(("rank", "when"), [(0, "before"), (1, "before"), (0, "with"), (1, "with"), (0, "after")])
 def test_the_other_ranks_learn_from_the_next_agent_of_a_save_that_died_with_one(rig: Rig, rank: int, when: str) -> None:
