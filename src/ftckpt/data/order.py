@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
 
-from ftckpt.data.selection import digest_of, indices_of
+from ftckpt.data.selection import digest_of, indices_of, listed_in
 from ftckpt.data.whole import number_of
-from ftckpt.errors import DataError
+from ftckpt.errors import ConfigError, DataError
 
 Order = dict[str, Any]
 """Names of settings -> str, int or bool. Two loaders of the same order have the same one; what is not in it may change."""
@@ -27,7 +27,13 @@ _SETTINGS = (
 )  # of loaders and samplers, torch's and others'
 
 
-_LATER = ("generator", "indices", "weights")  # what orders of earlier releases do not have: compared where both have it
+_LATER = (
+    "generator",
+    "indices",
+    "weights",
+    "listed",
+    "batches_per_epoch",
+)  # what orders of earlier releases do not have: compared where both have it
 
 
 def order_of(loader: object) -> Order:
@@ -36,7 +42,16 @@ def order_of(loader: object) -> Order:
     A seed that a torch generator gives is not in it: it is part of the position, and put back with it; which streams of random numbers
     there are is. The number of workers is where the order depends on it: iterable data sets, which workers share out, and torchdata's
     loaders, whose position is their workers'.
+
+    Raises:
+        ConfigError: its batches come as its workers get done with them, so that no count of them says which they were.
     """
+    if getattr(loader, "in_order", None) is False and getattr(loader, "num_workers", None):
+        raise ConfigError(
+            f"{type(loader).__qualname__}(in_order=False) with workers cannot be the loader: a batch is known by when it comes",
+            now="nothing was changed",
+            todo="leave in_order out",
+        )
     found: Order = {"kind": _kind(loader)}
     dataset = getattr(loader, "dataset", None)
     if (length := _length(loader if dataset is None else dataset)) is not None:
@@ -59,6 +74,10 @@ def order_of(loader: object) -> Order:
         found["generator"] = _streams(loader=loader, batch_sampler=batches, sampler=sampler)
     if dataset is not None and not iterable:
         found["indices"] = indices_of(sampler, dataset)
+        if listed := listed_in(batches) or listed_in(sampler):
+            found["listed"] = listed
+        if batches is not None and type(batches).__name__ != "BatchSampler" and (count := _length(batches)) is not None:
+            found["batches_per_epoch"] = count
     if isinstance(sampler, WeightedRandomSampler):
         found["weights"] = digest_of(sampler.weights)
     return found

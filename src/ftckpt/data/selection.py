@@ -1,7 +1,9 @@
-"""Digests of data that decide which samples a loader takes: indices of subsets, weights of samplers. Made once, when it is registered."""
+"""Digests of data that decide which samples a loader takes: indices of subsets, lists in the place of samplers, weights. Made once, when it is registered."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,20 @@ def indices_of(sampler: object, dataset: object) -> str:
         chosen = True
         _add(found, sampler.indices)
     return found.hexdigest() if chosen else "all"
+
+
+def listed_in(sampler: Any) -> str:
+    """What is listed in the place of a sampler, or of one of batches, in its order, as a digest; "" where it is no list."""
+    if not isinstance(sampler, Sequence | torch.Tensor | np.ndarray):
+        return ""
+    found = xxhash.xxh3_64()
+    listed = sampler if isinstance(sampler, Sequence) else sampler.tolist()
+    if not listed or not hasattr(listed[0], "__len__") or isinstance(listed[0], str):
+        _add(found, listed)
+    else:  # batches, which need not be of one size
+        _add(found, [len(batch) for batch in listed])
+        _add(found, list(chain.from_iterable(batch.tolist() if hasattr(batch, "tolist") else batch for batch in listed)))
+    return found.hexdigest()
 
 
 def digest_of(numbers: Any) -> str:

@@ -57,7 +57,7 @@ class Loaders:
             cursor: whether its position is kept; if not, it begins anew when this replica starts again.
 
         Raises:
-            ConfigError: there is one already, or its position is the job's and always kept.
+            ConfigError: there is one already, its position is the job's and always kept, or nothing could say where it is.
         """
         if not cursor and isinstance(loader, ElasticLoader):
             raise ConfigError(f"loader {name!r}: an ElasticLoader has no position of its own to leave out", todo="leave out cursor=False")
@@ -69,11 +69,8 @@ class Loaders:
             )
         if not hasattr(loader, "__iter__") and not isinstance(loader, ElasticLoader):
             raise ConfigError(f"loader {name!r} is a {type(loader).__qualname__}, which gives no batches", todo="give something to iterate")
-        self._loader, self.name, self._kept = loader, name, cursor
-        if isinstance(loader, ElasticLoader):
-            self.order = loader.sampler.order
-        elif cursor:
-            self.order = order_of(loader)
+        order = loader.sampler.order if isinstance(loader, ElasticLoader) else order_of(loader)
+        self._loader, self.name, self._kept, self.order = loader, name, cursor, order if cursor else None
 
     def reordered(self, generation: OpenGeneration, replica: str, rank: int, word: Redistribution) -> tuple[str, ...]:
         """Compare what decides the order of samples with what did when a generation was made, before anything is loaded.

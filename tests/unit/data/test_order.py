@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
@@ -28,6 +30,7 @@ from ftckpt.data.order import differing, order_of
 from ftckpt.data.reel import Reel
 from ftckpt.data.sampler import ElasticSampler
 from ftckpt.errors import ConfigError, DataError
+from ftckpt.trainer.loaders import Loaders
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")
 N = 23
@@ -79,6 +82,28 @@ def weighted(*weights: float) -> Any:
     return WeightedRandomSampler(weights, N, replacement=False)
 
 
+class Buckets(Sampler[list[int]]):
+    """A batch sampler of one's own, which says its number of batches alone."""
+
+    def __init__(self, size: int) -> None:
+        self.width = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([DATA[i : i + self.width] for i in range(0, N, self.width)])
+
+    def __len__(self) -> int:
+        return -(-N // self.width)
+
+
+def batches(*cuts: int) -> list[list[int]]:
+    """The data, cut there."""
+    return [DATA[a:b] for a, b in itertools.pairwise((0, *cuts, N))]
+
+
+def packed(*cuts: int) -> Any:
+    return [np.array(batch) for batch in batches(*cuts)]
+
+
 CHANGES: dict[str, tuple[Make, Make, str]] = {
     "size": (torch_loader(), torch_loader(batch_size=8), "batch_size 4 then, 8 now"),
     "size of another type": (lambda: Own(np.int64(4)), lambda: Own(np.int64(8)), "batch_size 4 then, 8 now"),
@@ -128,6 +153,24 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
         stateful(ConcatDataset([Subset(DATA, range(5)), Subset(DATA, range(5, 10))])),
         stateful(ConcatDataset([Subset(DATA, range(5)), Subset(DATA, range(6, 11))])), "indices .* then, .* now",
     ),
+    "batches of a batch sampler": (
+        lambda: DataLoader(DATA, batch_sampler=Buckets(4)), lambda: DataLoader(DATA, batch_sampler=Buckets(5)),
+        "batches_per_epoch 6 then, 5 now",
+    ),
+    "batches of a stateful batch sampler": (
+        lambda: StatefulDataLoader(DATA, batch_sampler=Buckets(4)), lambda: StatefulDataLoader(DATA, batch_sampler=Buckets(5)),
+        "batches_per_epoch 6 then, 5 now",
+    ),
+    "a list as sampler": (torch_loader(sampler=DATA), torch_loader(sampler=DATA[::-1]), "listed .* then, .* now"),
+    "a tensor as sampler": (torch_loader(sampler=torch.arange(N)), torch_loader(sampler=torch.arange(N).flip(0)), "listed .* then, .* now"),
+    "a list in a batch sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(DATA, 4, False)),
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(DATA[::-1], 4, False)), "listed .* then, .* now",
+    ),
+    "a list of batches": (
+        lambda: DataLoader(DATA, batch_sampler=batches(4, 9, 15)), lambda: DataLoader(DATA, batch_sampler=batches(4, 10, 15)),
+        "listed .* then, .* now",
+    ),
     "weights": (torch_loader(sampler=weighted(*[1.0] * N)), torch_loader(sampler=weighted(*range(1, N + 1))), "weights .* then, .* now"),
 }  # fmt: skip
 
@@ -144,6 +187,11 @@ SAME: dict[str, tuple[Make, Make]] = {
     "how indices are kept, as tensor": (
         torch_loader(sampler=SubsetRandomSampler(range(22))),
         torch_loader(sampler=SubsetRandomSampler(torch.arange(22, dtype=torch.int32))),  # type: ignore[arg-type]  # works
+    ),
+    "how a list is kept": (torch_loader(sampler=torch.arange(N)), torch_loader(sampler=torch.arange(N, dtype=torch.int16))),
+    "how a list of batches is kept": (
+        lambda: DataLoader(DATA, batch_sampler=batches(*range(4, N, 4))),
+        lambda: DataLoader(DATA, batch_sampler=packed(*range(4, N, 4))),
     ),
     "how weights are kept": (torch_loader(sampler=weighted(*[1.0] * N)), torch_loader(sampler=weighted(*[1] * N))),
     "another seed of a sampler": (
@@ -267,6 +315,15 @@ def test_a_shared_order_is_its_length_its_shuffle_and_its_seed() -> None:
     assert differing(made(), made(shuffle=False)) == "seed 1 then, none now, shuffle True then, False now"
     assert differing(made(shuffle=False), made(shuffle=False, seed=9)) == ""
     assert differing(made(), order_of(stateful()())) == "kind ElasticLoader then, StatefulDataLoader now"
+
+
+@pytest.mark.covers("I4")
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_loader_whose_batches_come_in_any_order_is_refused(kind: Any) -> None:
+    loaders = Loaders()
+    with pytest.raises(ConfigError, match="in_order=False"):
+        loaders.add("loader", kind(DATA, batch_size=4, num_workers=2, in_order=False))
+    loaders.add("loader", kind(DATA, batch_size=4, in_order=False))  # without workers there is one order, and nothing was registered
 
 
 @pytest.mark.parametrize(
