@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -12,6 +12,8 @@ from ftckpt.domain.choice import Choice
 from ftckpt.domain.ledger import Entry
 from ftckpt.errors import FtckptError, TailMoved
 from ftckpt.trainer.group import Group
+
+T = TypeVar("T")
 
 
 class Overtaken(TailMoved):
@@ -28,9 +30,12 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     texts: tuple[str, str, str] = ("", "", "")
 
     @classmethod
-    def of(cls, error: FtckptError) -> Self:
-        """The word that tells of an error."""
-        return cls(error=type(error).__name__, texts=(error.what, error.now, error.todo))
+    def of(cls, error: Exception, rank: int) -> Self:
+        """The word that tells of an error of that rank; one that is not ours is none that anything mends."""
+        if isinstance(error, FtckptError):
+            return cls(error=type(error).__name__, texts=(error.what, error.now, error.todo))
+        what = f"rank {rank} of this group: {type(error).__name__}: {error}"
+        return cls(error=FtckptError.__name__, texts=(what, "this start has failed on all ranks", "see that rank's output"))
 
     def refuse(self) -> None:
         """Raise the error that it tells of."""
@@ -52,27 +57,43 @@ class Agreeing:
     def agree(self, key: str, make: Callable[[], Word]) -> Word:
         """Rank 0 acts, all ranks get its word; its error is raised on all."""
         self.rounds += 1
-        word = Word()
+        word, failed = Word(), None
         if self._group.rank == 0:
             try:
                 word = make()
-            except FtckptError as e:
-                word = Word.of(e)
+            except Exception as e:  # noqa: BLE001 - raised once the others know
+                word, failed = Word.of(e, 0), e
         word = msgspec.msgpack.decode(self._group.agree(f"{key}/{self.rounds}", msgspec.msgpack.encode(word)), type=Word)
+        _raise_foreign(failed)
         if word.error:
             word.refuse()
         return word
 
-    def tell(self, key: str, word: Word, *, deadline: float) -> list[Word]:
-        """Each rank's word, by rank.
+    def each(self, key: str, make: Callable[[], T], *, deadline: float) -> tuple[T | None, list[Word]]:
+        """Every rank acts, and learns how all did. An error that is not ours is raised where it came up, and told by its rank to the others.
 
         Args:
             deadline: seconds to wait for the others.
+
+        Returns:
+            What this rank made, None where it failed; and each rank's word, by rank.
 
         Raises:
             DeadlineExceeded, PeerError: a rank did not say anything.
         """
         self.rounds += 1
-        key = f"{key}/{self.rounds}"
+        key, made, word, failed = f"{key}/{self.rounds}", None, Word(), None
+        try:
+            made = make()
+        except Exception as e:  # noqa: BLE001 - raised once the others know
+            word, failed = Word.of(e, self._group.rank), e
         self._group.publish(key, msgspec.msgpack.encode(word))
-        return [msgspec.msgpack.decode(w, type=Word) for w in self._group.collect(key, deadline=deadline)]
+        said = [msgspec.msgpack.decode(w, type=Word) for w in self._group.collect(key, deadline=deadline)]
+        _raise_foreign(failed)
+        return made, said
+
+
+def _raise_foreign(error: Exception | None) -> None:
+    """Raise an error of user code, torch, or a slip of ours, with its own trace."""
+    if error is not None and not isinstance(error, FtckptError):
+        raise error

@@ -105,16 +105,17 @@ class Part:
         if tensor.ndim:
             self.problem(f"{key} has shape {tuple(tensor.shape)}, stored is the number {value!r}")
             return
-        made = torch.zeros((), dtype=tensor.dtype).fill_(value)
-        if self.cast:
-            self.report.cast.append(key)
-        elif made.item() != value and value == value:  # NaN stays NaN
-            self.problem(
-                f"{key} is a {dtype_name(tensor.dtype)} tensor, which cannot hold the stored number {value!r} (strict='cast' rounds)"
-            )
-            self.remedies.add(CAST)
+        try:
+            made = torch.zeros((), dtype=tensor.dtype).fill_(value)
+        except (RuntimeError, OverflowError):  # beyond what its dtype can tell
+            made = None
+        if made is not None and (self.cast or made.item() == value or value != value):  # NaN stays NaN
+            self.report.cast.extend([key] if self.cast else ())
+            self.put(key, tensor, made)
             return
-        self.put(key, tensor, made)
+        would = "" if made is None else " (strict='cast' rounds)"
+        self.problem(f"{key} is a {dtype_name(tensor.dtype)} tensor, which cannot hold the stored number {value!r}{would}")
+        self.remedies.update([CAST] if would else ())
 
     def owns(self, stored: Stored, tensor: torch.Tensor) -> None:
         """A module's tensor is filled by what was stored of that very tensor."""

@@ -14,7 +14,7 @@ from ftckpt.domain.deadlines import Deadlines
 from ftckpt.domain.ledger import Entry
 from ftckpt.domain.names import attempt_id
 from ftckpt.domain.trajectory import Trajectory, genesis
-from ftckpt.errors import FtckptError, LogUnreachable, NothingLoadable, StoreError, TailMoved
+from ftckpt.errors import LogUnreachable, NothingLoadable, StoreError, TailMoved
 from ftckpt.flows.readers import reading
 from ftckpt.flows.select import UNREAD_PAUSES_S, choose
 from ftckpt.ports import BlobStore, CommitLog
@@ -225,14 +225,13 @@ class Resumer:
         Raises:
             FtckptError: what no other generation would mend (Mismatch, DataError ...), on all ranks alike.
         """
-        loaded, word = None, Word()
-        with ExitStack() as held:
-            try:
+        with ExitStack() as held:  # rank 0 reads for the group until all have loaded
+
+            def load() -> Loaded:
                 held.enter_context(reading(self._log if self._group.rank == 0 else None, choice.entry, who=self._replica.replica))
-                loaded = self._loader.load(choice.location, choice.entry, self._replica, options)
-            except FtckptError as e:
-                word = Word.of(e)
-            said = self._agreeing.tell("loaded", word, deadline=self._load_s)  # rank 0 reads for the group until all have loaded
+                return self._loader.load(choice.location, choice.entry, self._replica, options)
+
+            loaded, said = self._agreeing.each("loaded", load, deadline=self._load_s)
         failed = [w for w in said if w.error]
         for word in failed:
             if word.error not in _MENDED_BY_ANOTHER:

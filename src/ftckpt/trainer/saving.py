@@ -162,10 +162,11 @@ class Saver:
         if slot is None and settings.on_busy == "wait":
             slot = session.slot(settings.deadlines.slot_s)
             if slot is None:
+                or_skip = ', or use on_busy="skip"' if session.group.world_size == 1 else ""  # a group's ranks could skip different saves
                 raise DeadlineExceeded(
                     f"step {step}: no buffer became free within {settings.deadlines.slot_s:.0f} s",
                     now="earlier saves go on; this step was not saved",
-                    todo='raise deadlines.slot_s, save less often, or use on_busy="skip"',
+                    todo=f"raise deadlines.slot_s, or save less often{or_skip}",
                 )
         return slot
 

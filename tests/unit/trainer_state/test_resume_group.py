@@ -15,15 +15,17 @@ from torch.distributed import HashStore
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.config import load
 from ftckpt.domain.choice import Newest
-from ftckpt.errors import ConfigError, StoreError
+from ftckpt.errors import ConfigError, DeadlineExceeded, FtckptError, StoreError
 from ftckpt.format.manifest import MANIFEST, Manifest, decode
 from ftckpt.stores.memory import MemoryStore
 from ftckpt.testing.generations import write_generation
 from ftckpt.trainer import resuming
+from ftckpt.trainer.agreeing import Agreeing, Word
 from ftckpt.trainer.group import Group
 from ftckpt.trainer.loading import LoadOptions
 from ftckpt.trainer.opening import Opened, open_agent
 from ftckpt.trainer.resuming import Resumer, ResumeReport
+from ftckpt.trainer.saving import Saver
 
 
 class Loader:
@@ -120,3 +122,64 @@ def test_skipping_saves_is_refused_where_ranks_could_skip_different_ones(tmp_pat
     with pytest.raises(ConfigError, match=r"on_busy='skip'.*2 ranks could skip different saves"):
         open_agent(settings, Opened(MemoryStore(), MemoryLog("j"), group))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.covers("I14")
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_without_a_buffer_advises_to_skip_only_where_that_is_allowed(world: int) -> None:
+    settings = SimpleNamespace(acknowledge="durable", on_busy="wait", deadlines=SimpleNamespace(slot_s=1.0))
+    session: Any = SimpleNamespace(settings=settings, group=SimpleNamespace(world_size=world), slot=lambda seconds: None)
+    nothing: Any = SimpleNamespace(placed=None)
+    with pytest.raises(DeadlineExceeded) as caught:
+        Saver(session, nothing, nothing, nothing, iter(()))._slot(1)
+    assert ("skip" in caught.value.todo) == (world == 1)
+
+
+def on_both(what: Any) -> list[Any]:
+    """What ``what(group)`` gives or raises on each of two ranks."""
+    shared, found = HashStore(), [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = what(Group(rank, 2, shared, deadline=50.0).open())
+        except Exception as e:
+            found[rank] = e
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert not any(thread.is_alive() for thread in threads), "a rank waits for one that does not come"
+    return found
+
+
+@pytest.mark.covers("F62", "I11", "I14")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_users_code_raises_while_one_rank_loads_is_told_to_the_others_at_once(failing: int) -> None:
+    store, log = MemoryStore(), MemoryLog("job")
+    write_generation(store, log, "job", 1, {"model/w": np.zeros(8, np.float32)}, ranks=2)
+
+    def resume(group: Group) -> None:
+        def load(*_: object) -> Any:
+            if group.rank == failing:
+                raise ZeroDivisionError("by nothing")
+
+        replica: Any = SimpleNamespace(replica="a")
+        loader: Any = SimpleNamespace(load=load)
+        Resumer(store, log, "job", group, loader, replica, fence=False, load_s=600.0).resume(Newest(), LoadOptions())
+
+    found = on_both(resume)
+    assert type(found[failing]) is ZeroDivisionError
+    assert type(found[1 - failing]) is FtckptError
+    assert found[1 - failing].what == f"rank {failing} of this group: ZeroDivisionError: by nothing"
+
+
+@pytest.mark.covers("I11", "I14")
+def test_what_rank_0_meets_while_it_acts_for_the_group_is_told_to_the_others_at_once() -> None:
+    def act() -> Word:
+        raise ZeroDivisionError("by nothing")
+
+    found = on_both(lambda group: Agreeing(group).agree("choice", act))
+    assert [type(e) for e in found] == [ZeroDivisionError, FtckptError]
+    assert found[1].what == "rank 0 of this group: ZeroDivisionError: by nothing"

@@ -113,7 +113,8 @@ def adam(lr, seed=1):
     ("stored", "live", "says"),
     [(torch.tensor([0.1]), torch.tensor(0.2), "lr has shape"), (torch.tensor(0.1), torch.tensor([0.2]), "lr has shape"),
      (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.2), "lr is float32, stored is float64"),
-     (0.1, torch.tensor(0.2), "cannot hold the stored number 0.1"), (0.5, torch.tensor([0.2]), "stored is the number 0.5")],
+     (0.1, torch.tensor(0.2), "cannot hold the stored number 0.1"), (1e39, torch.tensor(0.2), r"cannot hold the stored number 1e\+39(\n|$)"),
+     (0.5, torch.tensor([0.2]), "stored is the number 0.5")],
 )  # fmt: skip
 def test_a_learning_rate_that_does_not_fit_is_told_with_all_else_before_anything_changes(stored, live, says):
     saved = save({**adam(stored), "tree": {"n": 1}})
