@@ -171,6 +171,9 @@ def _why(reports: Mapping[str, AuditReport], names: Mapping[int, str]) -> list[s
                 said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} not consumed{_listed(e.missing)}, and {and_so}")
             elif e.missing:
                 said.append(f"{of}epoch {e.epoch}: {amount(e.missing)} missing{_listed(e.missing)}")
+            if e.skipped:
+                number = common.count(e.skipped, "loader", "loaders")
+                said.append(f"{of}epoch {e.epoch}: no step used a draw of {number} known to be through with it")
             if e.state == "wrong" and e.over and e.of_draws is not None and e.draws < e.of_draws:
                 said.append(f"{of}epoch {e.epoch} is over after {e.draws} of the {e.of_draws} draws that its loader has")
             elif e.state == "wrong" and e.over and e.of_handed is not None and e.handed < e.of_handed:

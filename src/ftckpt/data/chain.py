@@ -87,8 +87,8 @@ class Chain:
 
     @property
     def ended(self) -> int:
-        """See ``Reel.ended``."""
-        return self._turn - 1
+        """See ``Reel.ended``: the last epoch that is over in each of the loaders."""
+        return min(part.reel().ended for part in self._parts)
 
     @property
     def loaders(self) -> tuple[str, ...]:

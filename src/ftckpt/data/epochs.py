@@ -26,8 +26,8 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         state: "complete": over, and each sample that it was meant to hand out was consumed once. "in progress": not known to be over,
-            and exact so far. "wrong": samples were repeated, or are missing or unknown. "unproven": records lack, or samples were not
-            consumed and its loader does not tell how many it hands out.
+            and exact so far. "wrong": samples were repeated, or are missing or unknown, or a loader passed over it whole. "unproven":
+            records lack, samples were not consumed and its loader does not tell how many it hands out, or a loader begins after it.
         once: consumed exactly once. ``repeated``: more often than was meant.
         missing: not consumed though the epoch is over; those that are known to exist. ``ahead``: not consumed so far.
         left: left out on purpose (``drop_last``), as many as was meant. ``padded``: consumed more than once on purpose.
@@ -36,6 +36,7 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
         over: each loader that is known of is known to be through with it.
         samples: that the epoch has, if that is known. ``draws``, ``of_draws``: consumed, and how many there are if that is known.
         handed, of_handed: samples consumed, as often as they were, and how many loaders are to hand out if that is known.
+        skipped: loaders, or ranks' parts of them, that are through with it though no step used a draw of theirs. Not of the shared order.
     """
 
     epoch: int
@@ -54,6 +55,7 @@ class EpochAudit(msgspec.Struct, frozen=True, kw_only=True):
     of_draws: int | None = None
     handed: int = 0
     of_handed: int | None = None
+    skipped: int = 0
 
     @property
     def exact(self) -> bool:
@@ -85,10 +87,13 @@ class Seen:
         self.lacking, self._uses = lacking, uses
         self.by_epoch: dict[int, dict[Stream, list[Use]]] = {}
         self.newest: dict[Stream, int] = {stream_of(u): -1 for u in uses if u.ordinal}  # that it has come to along the trajectory
+        self.began: dict[Stream, int] = {}  # of each that is known to be a loader by itself: the first epoch that was used
         for u in consumed:
             stream = stream_of(u)
             self.by_epoch.setdefault(u.epoch, {}).setdefault(stream, []).append(u)
             self.newest[stream] = max(u.epoch, self.newest[stream])
+            if stream != ORDER and u.plan is not None:
+                self.began[stream] = min(u.epoch, self.began.get(stream, u.epoch))
         self.shared = bool(self.newest) and set(self.newest) == {ORDER}
         self.ended: dict[Stream, int] = {}
         self.left: dict[int, set[int]] = {}
@@ -98,6 +103,7 @@ class Seen:
                 self.ended[stream] = max(end.epoch, self.ended.get(stream, -1))
                 for epoch, passed in end.left:
                     self.left.setdefault(epoch, set()).update(passed)
+        self.reached = max((*self.newest.values(), *self.ended.values()), default=-1)  # each epoch up to there was begun
         self._told = _distinct(_array(ids))
 
     @cached_property
@@ -115,7 +121,8 @@ class Seen:
         """Ids that an epoch has, in order, and whether those are all."""
         if self._told.size:
             return self._told, True
-        of = {(u.plan or NO_PLAN).of for u in self.by_epoch.get(epoch, {}).get(ORDER, [])}
+        used = [parts[ORDER] for parts in (self.by_epoch.get(epoch), *self.by_epoch.values()) if parts is not None and ORDER in parts]
+        of = {(u.plan or NO_PLAN).of for u in (used[0] if used else ())}
         if self.shared and len(of) == 1 and (length := of.pop()) is not None:
             return np.arange(length), True
         return self._every, False
@@ -138,6 +145,9 @@ def judge_epoch(epoch: int, seen: Seen, gone: Iterable[Use]) -> EpochAudit:
     through = [part for s, part in streams.items() if ends[s] or part.full]
     fewer = any(part.short or (part.of is not None and not part.full) for part in through)
 
+    skipped = [s for s in seen.began if ends[s] and not streams[s].draws]  # no loader has an epoch without a draw
+    fewer = fewer or any(seen.began[s] < epoch for s in skipped)  # of one that begins later it is not known why
+
     repeated, padded = had[times > 1], NONE
     if times.sum() - had.size <= sum(part.doubled for part in streams.values()):
         repeated, padded = padded, repeated
@@ -153,7 +163,7 @@ def judge_epoch(epoch: int, seen: Seen, gone: Iterable[Use]) -> EpochAudit:
     handed = [part.samples for part in streams.values()]
     return EpochAudit(
         epoch=epoch,
-        state="wrong" if wrong else "unproven" if seen.lacking or missing.size else "complete" if over else "in progress",
+        state="wrong" if wrong else "unproven" if seen.lacking or missing.size or skipped else "complete" if over else "in progress",
         once=ranges(had[times == 1]),
         repeated=ranges(repeated),
         missing=ranges(missing),
@@ -168,6 +178,7 @@ def judge_epoch(epoch: int, seen: Seen, gone: Iterable[Use]) -> EpochAudit:
         of_draws=None if None in draws or seen.shared else sum(n or 0 for n in draws),
         handed=sum(part.ids.size for part in streams.values()),
         of_handed=None if None in handed else sum(n or 0 for n in handed),
+        skipped=len(skipped),
     )
 
 

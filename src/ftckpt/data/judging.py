@@ -7,6 +7,7 @@ that it was told to have; and where records lack, nothing is called missing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ from ftckpt.data.records import End, Made, Use
 
 Verdict = Literal["exact", "wrong", "unproven", "nothing"]
 Attempt = tuple[str, int, int]  # hash before, member, nonce
+MOST_SKIPPED = 1000  # epochs of which no step used anything, in a report
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +27,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         steps: committed steps with samples, judged. ``idle``: committed steps that used no data.
         whole: the records reach back to the job's beginning; else nothing is known of what came before step ``since``.
         since: step of the earliest state that the records reach; None: they do not lead to this state at all.
-        epochs: per epoch.
+        epochs: per epoch, also those that were passed over whole.
         unrecorded: (step, member) of contributions of which not all was recorded.
         orphaned: uses off this trajectory whose samples were consumed neither on it nor by steps after this state, as (member,
             ordinal): lost work that is to be done again, or is being done.
@@ -96,13 +98,16 @@ def judge_audit(
     seen = Seen(along.consumed, mine, ids, [e for e in set(ends) if place.on(e.at)], along.drawn, lacking=lacking)
     later = [u for u in places["after"] if _attempt(u) in recorded]
     gone = lost(places["off"], [*along.consumed, *later])
-    numbers = sorted({u.epoch for u in along.consumed} | {u.epoch for u in gone})
+    numbers = {u.epoch for u in along.consumed} | {u.epoch for u in gone}
+    if not lacking:
+        numbers.update(islice((n for n in range(seen.reached) if n not in numbers), MOST_SKIPPED))
+        numbers.update({seen.reached} - {-1})
     return AuditReport(
         steps=along.steps,
         idle=along.idle,
         whole=whole,
         since=(chain[0].step - bool(chain[0].parts)) if chain else 0 if whole else None,
-        epochs=tuple(judge_epoch(n, seen, gone) for n in numbers),
+        epochs=tuple(judge_epoch(n, seen, gone) for n in sorted(numbers)),
         unrecorded=along.unrecorded,
         orphaned=_named(gone),
         after=_named(places["after"]),
