@@ -23,7 +23,7 @@ from ftckpt.agent.following import AFTER_RECEIPTS_S, Following, left_whole
 from ftckpt.agent.jobs import Candidate, Job, Written
 from ftckpt.agent.poll import Poll
 from ftckpt.agent.small import put_leaves
-from ftckpt.errors import FtckptError, NotFound, SaveFailed, StoreError
+from ftckpt.errors import NotFound, SaveFailed, StoreError
 from ftckpt.format.cover import check_cover
 from ftckpt.format.manifest import (
     MANIFEST,
@@ -85,9 +85,10 @@ class Assemble:
             if written.error is not None and not self._is_whole(written):
                 raise error_from(*written.error)
             self._durable(left_whole(self._store, job) if written.error is not None else self._assemble(written))
-        except FtckptError as e:
-            logger.error("generation %s failed: %s", job.name, e)
-            failed = outcome.failure(e)
+        except Exception as e:  # noqa: BLE001 - what the other ranks have left is read here
+            error = outcome.known(e, job)
+            logger.error("generation %s failed: %s", job.name, error)
+            failed = outcome.failure(error)
             if written.claimed:
                 outcome.tell(self._store, job, failed, durable=False)
                 self._abandoned(job)

@@ -14,7 +14,7 @@ from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Candidate, Job, Outcome, Written
 from ftckpt.agent.poll import Poll
 from ftckpt.domain.ledger import Entry, Superseded, came_of
-from ftckpt.errors import Damaged, FtckptError, LogError, SaveFailed, StoreError
+from ftckpt.errors import Damaged, LogError, SaveFailed, StoreError
 from ftckpt.format.manifest import MANIFEST, RECEIPTS, Manifest, decode, sha256
 from ftckpt.link.handles import error_from
 from ftckpt.ports import BlobStore, CommitLog
@@ -77,8 +77,8 @@ class Following:
                     logger.warning("rank 0's agent of %s left %s without a record: this rank appends it", config.replica, job.name)
                     self._durable(left_whole(self._store, job))
                     return
-            except FtckptError as e:
-                found = outcome.failure(e)
+            except Exception as e:  # noqa: BLE001 - as on rank 0
+                found = outcome.failure(outcome.known(e, job))
             if found is None and poll.more():
                 continue
             outcome.report(self._desk, job, found or outcome.failure(_no_word(job, durable)))

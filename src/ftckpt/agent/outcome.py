@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 
 import msgspec
 
@@ -12,15 +13,24 @@ from ftckpt.agent.small import intent_of
 from ftckpt.errors import FtckptError, NotFound
 from ftckpt.format.manifest import ABANDONED, decode, encode
 from ftckpt.link import messages as m
-from ftckpt.link.handles import error_from
+from ftckpt.link.handles import error_from, texts_of
 from ftckpt.ports import BlobStore
 
 logger = logging.getLogger("ftckpt.agent")
 
 
+def known(error: Exception, job: Job) -> FtckptError:
+    """The error of a save; one that is not ours is told as ours, with its trace in the output: it costs this save, and not the agent."""
+    if isinstance(error, FtckptError):
+        return error
+    logger.critical("%s met what it should not:\n%s", job.name, "".join(traceback.format_exception(error)))
+    name, what, _, todo = texts_of(error)
+    return error_from(name, what, "nothing was committed; the agent goes on", todo)
+
+
 def failure(error: FtckptError) -> Outcome:
     """A failed attempt."""
-    return Outcome(state="failed", error=(type(error).__name__, error.what, error.now, error.todo))
+    return Outcome(state="failed", error=texts_of(error))
 
 
 def tell(store: BlobStore, job: Job, outcome: Outcome, *, durable: bool) -> None:
@@ -35,7 +45,7 @@ def tell(store: BlobStore, job: Job, outcome: Outcome, *, durable: bool) -> None
         outcome = msgspec.structs.replace(outcome, whose=intent_of(job))
     try:
         store.put(f"{job.directory}/{OUTCOME if durable else ABANDONED}", encode(outcome), if_absent=True)
-    except FtckptError as e:
+    except Exception as e:  # noqa: BLE001 - by what may have failed just now
         logger.warning("the outcome of %s could not be stored: %s", job.name, e)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import msgspec
 
+from ftckpt.agent import outcome
 from ftckpt.agent.desk import Desk
 from ftckpt.agent.jobs import Job, Written
 from ftckpt.agent.priority import Niced, SessionShare
@@ -27,7 +28,7 @@ from ftckpt.format.manifest import RECEIPTS, Receipt, Referred, ShardInfo, encod
 from ftckpt.format.shard import write_shard
 from ftckpt.format.table import TensorTable
 from ftckpt.link import messages as m
-from ftckpt.link.handles import error_from
+from ftckpt.link.handles import error_from, texts_of
 from ftckpt.ports import BlobStore
 
 logger = logging.getLogger("ftckpt.agent")
@@ -92,11 +93,12 @@ class Persist:
             receipt = self._write(job, image, small)
             self._mark(job, receipt)
             written = Written(job=job.light(), claimed=small.claimed, receipt=receipt, leaves=small.leaves)
-        except FtckptError as e:
-            logger.error("step %d, attempt %s: %s", job.save.trajectory.step, job.save.attempt, e)
-            written = Written(job=job.light(), claimed=small.claimed, error=(type(e).__name__, e.what, e.now, e.todo))
+        except Exception as e:  # noqa: BLE001 - whatever it is, it must not take other saves with it
+            error = outcome.known(e, job)
+            logger.error("step %d, attempt %s: %s", job.save.trajectory.step, job.save.attempt, error)
+            written = Written(job=job.light(), claimed=small.claimed, error=texts_of(error))
             if small.claimed:
-                self._tell_failure(job, e)
+                self._tell_failure(job, error)
         finally:
             image.release()
             if job.save.refused is None:
@@ -154,7 +156,7 @@ class Persist:
         try:
             receipt = Receipt(rank=job.config.rank, shard=None, error=f"{type(error).__name__}: {error.what}")
             self._store.put(receipt_path(job, job.config.rank), encode(receipt), if_absent=True)
-        except FtckptError as e:
+        except Exception as e:  # noqa: BLE001 - best effort, by what may have failed just now
             logger.error("the failure of attempt %s could not be told to the other ranks: %s", job.name, e)
 
 

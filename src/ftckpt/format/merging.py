@@ -118,7 +118,19 @@ def merge_parts(parts: Mapping[int, Part], tensors: Callable[[], Held] = dict) -
 
     Raises:
         Mismatch: ranks have different values, or tensors of different dtype or shape, under one key; names all such keys and their ranks.
+        Damaged: a rank sent what is no such document.
     """
+    try:
+        return _merged(parts, tensors)
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as e:
+        raise Damaged(
+            f"ranks {min(parts)} to {max(parts)} have sent leaves that are no encoded trees ({type(e).__name__}: {str(e)[:200]})",
+            now="this generation was not put together; earlier ones are unchanged",
+            todo="run the same release on all ranks",
+        ) from e
+
+
+def _merged(parts: Mapping[int, Part], tensors: Callable[[], Held]) -> tuple[dict[str, object], dict[str, StateInfo]]:
     merger = _Merger(parts)
     merged: dict[str, object] = {}
     for rank, part in parts.items():
@@ -155,21 +167,28 @@ class _Merger:
             return {cast(str, key): value for key, value in pairs} if plain else {"$dict": pairs}
         text = exact(a)
         if exact(b) != (exact({"$same": _digest(text)}) if type(b) is dict and "$same" in b else text):
-            self._differing.setdefault(path, []).append(rank)
+            self._differ(path, rank)
         return a
 
+    def _differ(self, path: _Key, rank: int) -> None:
+        ranks = self._differing.setdefault(path, [])
+        ranks.extend([] if rank in ranks else [rank])
+
     def see(self, merged: dict[str, object], seen: Seen, rank: int) -> None:
-        """Compare with what a rank has that another one writes."""
+        """Compare with what a rank has that another one writes; where the way there is not the same, that is the difference."""
         path = tuple(map(exact, seen.path))
         at: Any = merged
-        for step in seen.path[:-1]:
-            at = at.setdefault(step, {}) if type(at) is dict else at[step]
-        last: Any = seen.path[-1]
-        if type(at) is dict and last not in at:
-            self._taken.append((path, rank, seen.sketch))
-            at[last] = seen.sketch
-        else:
-            at[last] = self.merge(at[last], seen.sketch, path, rank)
+        for depth, step in enumerate(seen.path, 1):
+            if not _leads(at, step):
+                self._differ(path[: depth - 1], rank)
+                return
+            last = depth == len(path)
+            if type(at) is dict and step not in at:
+                at[step] = seen.sketch if last else {}
+                self._taken.extend([(path, rank, seen.sketch)] if last else ())
+            elif last:
+                at[step] = self.merge(at[step], seen.sketch, path, rank)
+            at = at[step]
 
     def infos(self) -> dict[str, StateInfo]:
         """How each state was stored, by what all ranks say."""
@@ -235,6 +254,11 @@ def _pairs_of(node: object) -> list[list[object]] | None:
     return None if next(iter(node), "")[:1] == "$" else [[key, value] for key, value in node.items()]
 
 
+def _leads(at: object, step: Step) -> bool:
+    """Whether something may be under a step below a node: a key of a ``dict``, or an index that a list has."""
+    return type(step) is str if type(at) is dict else type(at) is list and type(step) is int and 0 <= step < len(at)
+
+
 def _tagged(tree: object) -> Iterator[dict[str, Any]]:
     """All nodes with a tag in an encoded tree."""
     if type(tree) is dict:
@@ -251,7 +275,7 @@ def _there(part: Part, path: _Key) -> bool:
     """Whether a rank writes what is under a path."""
     at: object = part.states
     for step in path:
-        if type(at) is list and step.isdigit():
+        if type(at) is list and step.isdigit() and int(step) < len(at):
             at = at[int(step)]
             continue
         pairs = {exact(key): value for key, value in _pairs_of(at) or []}

@@ -14,7 +14,8 @@ from agent_harness import Rig, Trainer, table_of, until
 from ftckpt.domain.ledger import Participant
 from ftckpt.domain.names import attempt_id, member_id
 from ftckpt.errors import DeadlineExceeded, LogRegressed, Mismatch, SaveFailed, StoreError
-from ftckpt.format.manifest import Intent, decode
+from ftckpt.format.manifest import Intent, StateInfo, decode
+from ftckpt.format.merging import encode_part
 
 
 def group(rig: Rig, world: int = 2, **changes: object) -> list[Trainer]:
@@ -54,6 +55,22 @@ def test_failure_of_one_rank_is_learned_by_all_with_its_name(rig: Rig) -> None:
     assert event.kind == "save-failed"
     assert "failed on rank 1 of a: StoreError" in event.text
     log.close()
+
+
+@pytest.mark.covers("F43", "F62", "I14")
+def test_a_name_that_means_different_things_on_three_ranks_fails_that_save_and_no_agent(rig: Rig) -> None:
+    tree, optimizer = StateInfo(kind="tree"), StateInfo(kind="optimizer")
+    groups = {"groups": {"d": [{"params": ["w"], "shapes": [[1]], "options": {"lr": 1}}]}}
+    leaves = [
+        encode_part({"x": 5}, (), {"x": tree}, {}),
+        encode_part({"x": groups}, (), {"x": optimizer}, {}),
+        encode_part({"x": {}}, [(("x", "groups", "d", 0, "options"), {"lr": 1})], {"x": optimizer}, {}),
+    ]
+    ranks = group(rig, world=3)
+    for handle in [trainer.save(leaves=text) for trainer, text in zip(ranks, leaves, strict=True)]:
+        with pytest.raises(Mismatch, match=r"x is a optimizer on rank 1 and a tree on one before it(.|\n)*x differs"):
+            handle.wait(15.0)
+    assert [h.wait(15.0) for h in [trainer.save() for trainer in ranks]] == ["committed"] * 3  # by the same agents
 
 
 @pytest.mark.covers("F62")
