@@ -17,7 +17,7 @@ from ftckpt import wiring
 from ftckpt.agent.exchange import Exchange
 from ftckpt.agent.process import Agent
 from ftckpt.domain.names import cursor_file
-from ftckpt.errors import AgentError, ConfigError, FtckptError
+from ftckpt.errors import AgentError, ConfigError, FtckptError, NotFound, StoreError
 from ftckpt.link import launch
 from ftckpt.link.config import AgentConfig
 from ftckpt.ports import BlobStore
@@ -56,11 +56,25 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
             wiring.guard_log(log, store, config.job)
             on_root = wiring.root_path(config.root) is not None and not config.durable
             journal = journal_path(config)
-            journal.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(journal.parent, wiring.root_path(config.root))
             return Agent(config, store, log, journal, on_root=on_root).run(lambda: _say_ready(ready_fd))
         finally:
             log.close()
             store.close()
+
+
+def _make_folder(folder: Path, root: Path | None) -> None:
+    """Make the journal's directory; in a root, none above it: the trainer has claimed the job's."""
+    try:
+        folder.mkdir(parents=root is None, exist_ok=True)
+    except FileNotFoundError as e:
+        raise NotFound(
+            f"root {root} has no directory {folder.parent.name}, which is begun before its agents are",
+            now="no agent runs, and nothing was made",
+            todo="mount or put back what was there; a new job is begun by its trainer",
+        ) from e
+    except OSError as e:
+        raise StoreError(f"{folder} cannot be made: {e.strerror}", now="no agent runs", todo="check its permissions") from e
 
 
 def _store(config: AgentConfig) -> BlobStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -33,5 +34,9 @@ def agent(
 
     given = settings.load({"job": job, "root": root, "log": log, "replica": replica}, file=config).validate(("job", "root"))
     made = wiring.agent_config(given, rank=rank, group_world_size=ranks, incarnation=incarnation)
+    place = wiring.root_path(given.root)
+    if place is not None and place.is_dir():
+        with suppress(OSError):  # the agent says it
+            (place / given.job).mkdir(exist_ok=True)  # it may be started before the job's first trainer
     fd = pass_config(made)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "ftckpt.agent", "--config-fd", str(fd)])

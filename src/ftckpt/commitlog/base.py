@@ -156,6 +156,8 @@ class KeyValueLog(Withdrawal):
             raise TailMoved(
                 f"the commit log of job {self.job!r} is empty, but #{expect_tail} was expected to be its tail", now="nothing was appended"
             )
+        if fresh:
+            self._require_unknown()
         log = log or uuid.uuid4().hex
         if entry.log not in ("", log):
             raise TailMoved(f"log {entry.log[:8]} of job {self.job!r} was replaced by log {log[:8]}", now="nothing was appended")

@@ -40,10 +40,10 @@ def require_local(path: Path) -> None:
         path: a file that may not be there yet; its nearest existing parent is looked at.
 
     Raises:
-        ConfigError: it is on one.
+        ConfigError: it is on one. LogUnreachable: a directory on the way may not be entered.
     """
     there = path
-    while not there.exists() and there != there.parent:
+    while not is_there(there) and there != there.parent:
         there = there.parent
     name = NETWORK.get(magic(there))
     if name is not None:
@@ -52,6 +52,25 @@ def require_local(path: Path) -> None:
             now="nothing was written",
             todo="put it on a local disk, or use etcd://host:port",
         )
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path leads to something.
+
+    Raises:
+        LogUnreachable: that cannot be told.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise LogUnreachable(
+            f"commit log {path} cannot be reached: {error.strerror}",
+            now="nothing was changed",
+            todo="check the permissions of its directories",
+        ) from error
+    return True
 
 
 def magic(path: Path) -> int:
@@ -68,24 +87,20 @@ def magic(path: Path) -> int:
 def make_private_file(path: Path) -> None:
     """Make an empty file, durably, that only its owner can read (it keeps the job's secret); leave an existing one.
 
+    No directory is made: where the job's is not there, it was not begun or is gone (not mounted, moved), which a new empty log would hide.
+
     Raises:
         LogUnreachable: it cannot be made.
     """
     try:
-        if path.exists():
-            return
-        made = [path]
-        parent = path.parent
-        while not parent.exists():
-            made.append(parent)
-            parent = parent.parent
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return
-        for new in made:
-            _sync_directory(new.parent)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        _sync_directory(path.parent)
+    except FileExistsError:
+        return
+    except FileNotFoundError as error:
+        raise LogUnreachable(
+            f"commit log {path}: there is no directory {path.parent}", now="nothing was made or written", todo="check that it is mounted"
+        ) from error
     except OSError as error:
         raise LogUnreachable(
             f"commit log {path} cannot be made: {error}", now="nothing was written", todo="check the path and its permissions"

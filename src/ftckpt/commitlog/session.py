@@ -84,8 +84,17 @@ class Session:
         self.timeout = timeout
         self._kv = kv
         self._keys = Keys(prefix, job)
+        self._known = ""  # the identity that this handle last found, whatever became of it
         self._log = ""  # identity last seen; every transaction compares it
         self._held_back: Callable[[], bool] = lambda: False
+
+    @property
+    def _log(self) -> str:
+        return self._current
+
+    @_log.setter
+    def _log(self, log: str) -> None:
+        self._current, self._known = log, log or self._known
 
     def hold_back(self, when: Callable[[], bool]) -> None:
         """See :class:`ftckpt.ports.CommitLog`."""
@@ -131,6 +140,7 @@ class Session:
             if not log:
                 if not create:
                     return None
+                self._require_unknown()
                 if self._is_held_back():
                     raise LogRegressed(
                         f"commit log {self.url} has nothing of job {self.job!r}, but its root has generations of another log",
@@ -149,6 +159,15 @@ class Session:
             if outcome.done or outcome.text(0) == log:
                 return outcome
             self._log = log = outcome.text(0)
+
+    def _require_unknown(self) -> None:
+        """Refuse to begin a log where this handle found one before: a new one would make the job's progress look like none."""
+        if self._known:
+            raise LogRegressed(
+                f"commit log {self.url} has nothing of job {self.job!r} any more; it was log {self._known[:8]}",
+                now="nothing was written to it",
+                todo=f"put it back (mount, restore); if it is lost: end the job, then ftckpt log rebuild {self.job}",
+            )
 
     def _is_held_back(self) -> bool:
         try:

@@ -17,7 +17,7 @@ from threading import Event
 from urllib.parse import quote
 
 from ftckpt.commitlog.base import KeyValueLog
-from ftckpt.commitlog.filesystem import make_private_file, require_local
+from ftckpt.commitlog.filesystem import is_there, make_private_file, require_local
 from ftckpt.commitlog.forkgate import ForkGate
 from ftckpt.commitlog.keyvalue import Compare, Deadline, Delete, Effect, Equals, Get, Item, Operation, Outcome, Put, Range
 from ftckpt.errors import ConfigError, Damaged, FtckptError, LogAmbiguous, LogFull, LogUnreachable
@@ -32,7 +32,7 @@ _gate = ForkGate()
 
 
 class SqliteStore:
-    """A transactional store in one file. Nothing is created before the first write.
+    """A transactional store in one file. Nothing is created before the first write, and no file anew where this handle has seen one.
 
     Args:
         path: the file.
@@ -42,6 +42,7 @@ class SqliteStore:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self._clock = clock
+        self._seen = False  # with a log in it, by this handle
 
     def transact(
         self,
@@ -56,10 +57,12 @@ class SqliteStore:
         writes = effect != "read"
         left = deadline.check(f"commit log {self.path}")
         require_local(self.path)
-        if writes:
+        if not is_there(self.path):
+            if self._seen:
+                raise self._gone()
+            if not writes:
+                return self._nothing(compares, then, otherwise)
             make_private_file(self.path)
-        elif not self.path.exists():
-            return self._nothing(compares, then, otherwise)
         step = "opening"
         try:
             with _gate, closing(connect(self.path, left)) as db:
@@ -72,9 +75,17 @@ class SqliteStore:
                 results = tuple(_do(db, operation, now) for operation in (then if done else otherwise))
                 step = "committing" if writes else "reading"
                 db.execute("COMMIT")
+                self._seen = True
                 return Outcome(done, results)
         except sqlite3.Error as error:
             raise self._translate(error, step, deadline) from error
+
+    def _gone(self) -> LogUnreachable:
+        return LogUnreachable(
+            f"commit log {self.path} is gone: it was there before",
+            now="nothing was written, and no new log was begun in its place",
+            todo="mount it, or put the file back; if it is lost: end the job, then `ftckpt log rebuild`",
+        )
 
     def _nothing(self, compares: Sequence[Compare], then: Sequence[Operation], otherwise: Sequence[Operation]) -> Outcome:
         done = all(not isinstance(compare, Equals) and not compare.present for compare in compares)
@@ -93,6 +104,8 @@ class SqliteStore:
             raise ConfigError(
                 f"{self.path} is a database of something else", now="it was not touched", todo="give the commit log a file of its own"
             )
+        if self._seen:
+            raise self._gone()
         if create:
             db.execute("CREATE TABLE kv (key TEXT PRIMARY KEY, value BLOB NOT NULL, expires REAL) WITHOUT ROWID")
             db.execute(f"PRAGMA application_id={APPLICATION_ID}")
@@ -131,15 +144,19 @@ class SqliteStore:
 
 
 def connect(path: Path, timeout: float) -> sqlite3.Connection:
-    """Open an existing database, with transactions begun by hand.
+    """Open an existing database, with transactions begun by hand. For callers inside the gate, which close it there, too.
 
     Args:
         path: the file.
         timeout: seconds to wait for another process's lock.
     """
-    db = sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=timeout, isolation_level=None)
-    for setting in _SETTINGS:
-        db.execute(setting)
+    db = sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=rw", uri=True, timeout=timeout, isolation_level=None)
+    try:
+        for setting in _SETTINGS:
+            db.execute(setting)
+    except BaseException:
+        db.close()  # here, where the caller has closed the gate, and not with the error's traceback
+        raise
     return db
 
 
@@ -202,7 +219,7 @@ class SqliteChanges:
             inode = self._path.stat().st_ino
             with _gate:
                 if self._db is None or self._seen is None or self._seen[0] != inode:
-                    self.close()
+                    self._close()
                     self._db = connect(self._path, _POLL)
                 return inode, int(self._db.execute("PRAGMA data_version").fetchone()[0])
         except (OSError, sqlite3.Error):
@@ -215,6 +232,10 @@ class SqliteChanges:
 
     def close(self) -> None:
         """See :class:`ftckpt.commitlog.keyvalue.Changes`."""
+        with _gate:
+            self._close()
+
+    def _close(self) -> None:
         if self._db is not None:
             self._db.close()
             self._db = None
@@ -231,4 +252,4 @@ class SqliteLog(KeyValueLog):
 
     def __init__(self, path: str | os.PathLike[str], job: str, *, timeout: float = 10.0) -> None:
         self.path = Path(os.path.abspath(path))
-        super().__init__(job, SqliteStore(self.path), url=f"sqlite://{self.path}", timeout=timeout)
+        super().__init__(job, SqliteStore(self.path), url=f"sqlite://{quote(os.fsencode(self.path))}", timeout=timeout)

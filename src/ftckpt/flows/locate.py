@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
@@ -158,7 +158,7 @@ def _path(source: str | os.PathLike[str]) -> Path:
     text = os.fspath(source)
     if "://" not in text:
         return Path(text).expanduser().absolute()
-    return Path(unquote(urlsplit(text).path))
+    return wiring.root_path(text) or Path(text)
 
 
 def _one_directory(path: Path, stack: ExitStack) -> OpenGeneration:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ftckpt.errors import ConfigError, Damaged, NotFound
+from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.ports import BlobInfo
 from ftckpt.stores.localfiles import Draft, LocalWriter, occupied, once_more_if_stale, once_more_if_swept
 from ftckpt.stores.localreader import LocalReader, read_full
@@ -27,15 +27,17 @@ class LocalStore:
     through symbolic links; a link is removed itself, never followed. The umask is honoured.
 
     Args:
-        root: the directory; created, durably, with the first write.
+        root: the directory; created, durably, with the first write, unless ``existing``.
+        existing: the directory was there when this was opened: where it is no more (not mounted, moved), it is not made anew.
         direct: whether to try O_DIRECT.
         ops: makes the system calls.
     """
 
-    def __init__(self, root: Path | str, *, direct: bool = True, ops: PosixOps | None = None) -> None:
+    def __init__(self, root: Path | str, *, existing: bool = False, direct: bool = True, ops: PosixOps | None = None) -> None:
         self.root = os.path.abspath(root)
         self.url = Path(self.root).as_uri()
         self.ops = ops or PosixOps()
+        self._existing = existing
         self._direct = direct
         self._lock = threading.Lock()
         self._durable: set[str] = set()  # directories whose own entries are known to be on disk
@@ -227,6 +229,12 @@ class LocalStore:
         parent = os.path.dirname(directory)
         if directory == self.root:
             if self._kind(directory) is None:
+                if self._existing:
+                    raise StoreError(
+                        f"root {self.root} is gone: it was there before",
+                        now="nothing was written, and it was not made anew",
+                        todo="mount it, or put it back",
+                    )
                 self._make_above(directory)
         else:
             if parent not in self._durable:

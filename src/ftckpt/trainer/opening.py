@@ -23,6 +23,7 @@ from ftckpt.wiring import (
     durable_tier,
     guard_log,
     home,
+    log_path,
     log_url,
     open_log,
     open_root,
@@ -91,8 +92,8 @@ def _require_durable(settings: Settings) -> None:
         marker = read_marker(first, settings.job)
         first.close()
     bound = marker is not None and bool(marker.durable)
-    log = log_url(settings.log, job=settings.job, root_url=home(settings.root, settings.durable))
-    inside = log.startswith(f"sqlite://{root_path(settings.durable)}/")
+    log, above = log_path(settings.log, job=settings.job, root_url=home(settings.root, settings.durable)), root_path(settings.durable)
+    inside = log is not None and above is not None and log.is_relative_to(above)
     if bound and not inside:
         return
     try:

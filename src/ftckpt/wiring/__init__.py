@@ -4,7 +4,7 @@ It decides nothing about generations, and writes nothing but ``<root>/<job>/job.
 """
 
 from ftckpt.wiring.agents import agent_config, job_secret, read_secret
-from ftckpt.wiring.logs import LOG_FILE, log_url, open_log
+from ftckpt.wiring.logs import LOG_FILE, log_path, log_url, open_log
 from ftckpt.wiring.owner import (
     MARKER,
     Marker,
@@ -34,6 +34,7 @@ __all__ = [
     "home",
     "job_secret",
     "jobs_in",
+    "log_path",
     "log_url",
     "open_log",
     "open_root",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import msgspec
 
@@ -37,7 +38,7 @@ def log_url(log: str | None, *, job: str, root_url: str) -> str:
                 now="nothing was changed",
                 todo="give the log: --log etcd://host:2379 or sqlite:///path, FTCKPT_LOG",
             )
-        return f"sqlite://{path / job / LOG_FILE}"
+        return f"sqlite://{quote(os.fsencode(path / job / LOG_FILE))}"
     scheme = urlsplit(log).scheme if "://" in log else ""
     if scheme not in LOG_SCHEMES:
         raise ConfigError(
@@ -86,10 +87,19 @@ def _memory_log_store(name: str) -> LogMemory:
     return LogMemory()
 
 
+def log_path(log: str | None, *, job: str, root_url: str) -> Path | None:
+    """The file of an SQLite log; None for other logs. Arguments and errors as for :func:`log_url`."""
+    url = log_url(log, job=job, root_url=root_url)
+    return _path_of(url) if url.startswith("sqlite:") else None
+
+
+def _path_of(url: str) -> Path:
+    return Path("/" + unquote(url.removeprefix("sqlite://"), errors="surrogateescape").lstrip("/"))
+
+
 def _sqlite_path(url: str, job: str, *, given: bool) -> Path:
     """The file of an SQLite log; one that was given explicitly is absolute, in a directory that exists (or is the job's own in a root)."""
-    text = unquote(url.removeprefix("sqlite://"))
-    path = Path("/" + text.lstrip("/"))
+    text, path = unquote(url.removeprefix("sqlite://"), errors="surrogateescape"), _path_of(url)
     if given and not text.startswith("/"):
         raise ConfigError(
             f"log {url!r} is relative, and would be another file in every working directory",

@@ -16,7 +16,7 @@ from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.format.manifest import INTENT, MANIFEST, decode, encode
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import FIRST, TieredStore, tiers_of
-from ftckpt.wiring.stores import open_store, root_path
+from ftckpt.wiring.stores import open_store, root_path, same_root
 
 logger = logging.getLogger("ftckpt")
 
@@ -232,7 +232,7 @@ def _check_durable(have: Marker, want: Marker, where: str) -> None:
     Raises:
         ConfigError: it was bound to another one.
     """
-    if have.durable and have.durable.partition("?")[0] != want.durable.partition("?")[0]:
+    if have.durable and not (want.durable and same_root(have.durable, want.durable)):
         said = f"durable={want.durable!r} was given" if want.durable else "no durable tier was given"
         raise ConfigError(
             f"{where}/{have.job} is the first tier of {have.durable}, and {said}",

@@ -20,30 +20,56 @@ def root_as_url(root: str) -> str:
     """A root as a URL: a plain path becomes an absolute ``file://`` URL.
 
     Raises:
-        ConfigError: empty, of an unknown scheme, or a ``file://`` URL with a host.
+        ConfigError: empty, of an unknown scheme, or a ``file://`` URL with a host, a query or a fragment.
     """
     if not root:
         raise ConfigError(
             "no root is given", now="nothing was changed", todo="pass root=..., --root or FTCKPT_ROOT: a path or a file:// URL"
         )
-    scheme = urlsplit(root).scheme if "://" in root else ""
-    if not scheme:
-        return "file://" + os.path.abspath(os.path.expanduser(root))
+    scheme, colon, rest = root.partition(":")
+    if not (colon and scheme in STORE_SCHEMES) and "://" not in root:
+        return Path(os.path.abspath(os.path.expanduser(root))).as_uri()
     if scheme not in STORE_SCHEMES:
         raise ConfigError(
             f"root {root!r}: there is no store for {scheme}://",
             now="nothing was changed",
             todo=f"use a plain path or one of {', '.join(s + '://' for s in STORE_SCHEMES)}",
         )
-    if scheme == "file" and urlsplit(root).netloc not in ("", "localhost"):
-        raise ConfigError(f"root {root!r} names a host", now="nothing was changed", todo="write file:///absolute/path (three slashes)")
+    if not rest.startswith("//"):
+        todo = "write file:///absolute/path (three slashes), or a plain path" if scheme == "file" else f"write {scheme}://…"
+        raise ConfigError(f"root {root!r} has no '//' after {scheme}:", now="nothing was changed", todo=todo)
+    if scheme == "file":
+        _check_file_url(root)
     return root
+
+
+def _check_file_url(root: str) -> None:
+    parts = urlsplit(root)
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(f"root {root!r} names a host", now="nothing was changed", todo="write file:///absolute/path (three slashes)")
+    if "?" in root or "#" in root:
+        raise ConfigError(
+            f"root {root!r} has a query or a fragment, which a directory does not have",
+            now="nothing was changed",
+            todo="if they belong to its name, give the plain path, or write %3F for ? and %23 for #",
+        )
 
 
 def root_path(root: str) -> Path | None:
     """The directory of a file root; None for other stores."""
     url = root_as_url(root)
-    return Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    return Path(unquote(urlsplit(url).path, errors="surrogateescape")) if url.startswith("file:") else None
+
+
+def same_root(one: str, other: str) -> bool:
+    """Whether two roots are the same place, however they are written; options of a URL aside."""
+
+    def place(root: str) -> str:
+        if not root.startswith("file://"):
+            return root.partition("?")[0]
+        return os.path.abspath(unquote(root.removeprefix("file://").removeprefix("localhost"), errors="surrogateescape"))
+
+    return place(one) == place(other)
 
 
 def open_store(root_url: str, *, create: bool = False, write: bool = False) -> BlobStore:
@@ -63,7 +89,7 @@ def open_store(root_url: str, *, create: bool = False, write: bool = False) -> B
     _check_directory(path, create, write)
     from ftckpt.stores.local import LocalStore
 
-    return LocalStore(path)
+    return LocalStore(path, existing=True)
 
 
 def open_root(

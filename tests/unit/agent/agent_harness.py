@@ -42,7 +42,7 @@ class Rig:
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
-        (tmp / "root").mkdir(exist_ok=True)
+        (tmp / "root" / "job").mkdir(parents=True, exist_ok=True)
         self.clients: list[Trainer] = []
         self.pids: set[int] = set()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_an_attempt_under_way_is_shown_with_its_writer_until_it_is_recorded(job:
 def test_an_empty_log_beside_generations_is_warned_of(job: World) -> None:
     assert status(job.log, job.store, JOB).warnings == ()
     (job.root / JOB / "commit-log.sqlite3").unlink()
-    now = status(job.log, job.store, JOB)
+    with closing(open_log(None, job=JOB, root_url=str(job.root))) as log:
+        now = status(log, job.store, JOB)
     assert len(now.warnings) == 1
     assert "is empty, but the root has generations" in now.warnings[0]
     assert "warning: the commit log" in shown(_render(now))

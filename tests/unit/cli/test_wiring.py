@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,17 @@ from ftckpt.testing.generations import open_entry
 from ftckpt.wiring import (
     agent_config,
     claim_root,
+    log_path,
     log_url,
     open_log,
     open_store,
     read_marker,
     read_secret,
     root_as_url,
+    root_path,
     vouching,
 )
+from ftckpt.wiring.stores import same_root
 from unit.flows.flowkit import JOB, world
 
 
@@ -35,6 +39,43 @@ def test_a_path_and_its_url_are_the_same_root(tmp_path: Path, monkeypatch: pytes
     open_store(str(tmp_path / "a b")).put("x", b"1")
     assert open_store("a b").get("x") == open_store((tmp_path / "a b").as_uri()).get("x") == b"1"
     assert root_as_url("a") == f"file://{tmp_path}/a"
+
+
+@pytest.mark.covers("I8", "F31")
+@pytest.mark.parametrize("name", ["exp#1", "exp?3", "exp%20b", "a b;c", "\u00f6", "file:x", "\udcff"])
+def test_a_plain_path_is_the_directory_of_that_name_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    for root in (f"./{name}", str(tmp_path / name), root_as_url(str(tmp_path / name))):
+        assert root_path(root) == tmp_path / name
+        assert root_as_url(root) == (tmp_path / name).as_uri()
+        assert log_path(None, job=JOB, root_url=root) == tmp_path / name / JOB / "commit-log.sqlite3"
+    open_store(str(tmp_path / name)).put(f"{JOB}/x", b"1")
+    for url in (None, log_url(None, job=JOB, root_url=str(tmp_path / name))):
+        with closing(open_log(url, job=JOB, root_url=str(tmp_path / name))) as log:
+            log.secret(b"x" * 32)
+    assert sorted(p.name for p in (tmp_path / name / JOB).iterdir()) == ["commit-log.sqlite3", "x"]
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.covers("F78", "I8")
+@pytest.mark.parametrize("root", ["file:///a?b", "file:///a#b", "file:///a?", "file:/x", "file:relative", "s3:/bucket", "memory:x"])
+def test_a_url_that_would_be_read_as_another_place_is_refused(root: str) -> None:
+    for call in (root_as_url, root_path, open_store):
+        with pytest.raises(ConfigError) as error:
+            call(root)
+        assert "write" in error.value.todo
+
+
+@pytest.mark.covers("F31")
+def test_a_durable_tier_is_the_same_however_it_was_written_down(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    path = str(tmp_path / "a b")
+    assert same_root(f"file://{path}", root_as_url(path))  # as it was written down before it was quoted
+    assert same_root(f"file://localhost{path}/", root_as_url(path))
+    assert not same_root(root_as_url(path + "#1"), root_as_url(path))
+    assert same_root("s3://b/p?region=x", "s3://b/p")
+    assert not same_root("s3://b/p", "s3://b/q")
 
 
 @pytest.mark.covers("F78")
@@ -134,14 +175,15 @@ def test_after_a_lost_log_a_fresh_start_is_possible_and_stays_so(tmp_path: Path)
     with world(tmp_path / "root", 5) as w:
         claim_root(w.store, JOB, log=w.log.url, uuid=vouching(w.log))
         (w.root / JOB / "commit-log.sqlite3").unlink()
-        w.log.secret(b"x" * 32)  # an agent wrote to it: it has an identity, and vouches for nothing
-        claim_root(w.store, JOB, log=w.log.url, uuid=vouching(w.log))
-        with pytest.raises(ProgressExists):
-            choose(w.log, w.store, JOB, adopt=True)
-        assert choose(w.log, w.store, JOB, Fresh(), adopt=True).source == "fresh"
-        open_entry(w.log, None, genesis(JOB), fresh=True)
-        claim_root(w.store, JOB, log=w.log.url, uuid=vouching(w.log))
-        assert choose(w.log, w.store, JOB, adopt=True).source == "new"
+        with closing(open_log(None, job=JOB, root_url=str(w.root))) as log:
+            log.secret(b"x" * 32)  # an agent wrote to it: it has an identity, and vouches for nothing
+            claim_root(w.store, JOB, log=log.url, uuid=vouching(log))
+            with pytest.raises(ProgressExists):
+                choose(log, w.store, JOB, adopt=True)
+            assert choose(log, w.store, JOB, Fresh(), adopt=True).source == "fresh"
+            open_entry(log, None, genesis(JOB), fresh=True)
+            claim_root(w.store, JOB, log=log.url, uuid=vouching(log))
+            assert choose(log, w.store, JOB, adopt=True).source == "new"
 
 
 def test_a_root_is_bound_to_its_log_as_soon_as_that_has_an_identity(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
         store = MemoryStore()
         yield World(opener(lambda job: MemoryLog(job, store)), job, None, corrupt)
     elif request.param == "sqlite":
-        path = tmp_path / "deep" / "log.db"
+        path = tmp_path / "log.db"
         yield World(opener(lambda job: SqliteLog(path, job)), job, f"sqlite:{path}", corrupt)
     else:
         if not have_etcd():

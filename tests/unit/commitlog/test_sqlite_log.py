@@ -15,12 +15,13 @@ import pytest
 
 from ftckpt.commitlog import filesystem, sqlite
 from ftckpt.commitlog.sqlite import SqliteLog
-from ftckpt.errors import ConfigError, Damaged, LogFull, LogUnreachable, TailMoved
+from ftckpt.errors import ConfigError, Damaged, LogFull, LogRegressed, LogUnreachable, TailMoved
 from ftckpt.testing.log_world import fill, generation
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
+    (tmp_path / "jobs").mkdir()
     return tmp_path / "jobs" / "log.db"
 
 
@@ -33,7 +34,7 @@ def test_reading_a_job_that_was_never_written_makes_no_file(path: Path) -> None:
         log.append(generation(1), expect_tail=3)
     time.sleep(0.1)
     watch.close()
-    assert not path.parent.exists()
+    assert not list(path.parent.iterdir())
 
 
 @pytest.mark.covers("I10")
@@ -59,7 +60,7 @@ def test_a_network_file_system_is_refused(path: Path, name: str, monkeypatch: py
     for call in (SqliteLog(path, "j").tail, lambda: fill(SqliteLog(path, "j"), 1)):
         with pytest.raises(ConfigError, match=name):
             call()
-    assert not path.parent.exists()
+    assert not list(path.parent.iterdir())
 
 
 def test_the_file_system_is_asked_for_its_number() -> None:
@@ -98,7 +99,6 @@ def test_a_full_disk_loses_nothing_and_is_survived(path: Path, monkeypatch: pyte
 
 
 def test_another_applications_database_is_left_alone(path: Path) -> None:
-    path.parent.mkdir()
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE theirs (x)")
     db.close()
@@ -142,8 +142,8 @@ def test_a_replaced_file_is_seen(path: Path) -> None:
     fill(log, 2)
     log.watch(lambda entry: seen.append(entry.log))
     path.unlink()
-    assert log.tail() is None
     other = SqliteLog(path, "j")
+    assert other.tail() is None
     identity = other.append(generation(1), expect_tail=-1).log
     assert [e.log for e in log.entries()] == [identity]
     end = time.monotonic() + 5
@@ -213,3 +213,55 @@ def test_threads_and_descriptors_stay_flat(path: Path) -> None:
         cycle()
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.covers("I8")
+@pytest.mark.parametrize("gone", ["jobs", "jobs/log.db"], ids=["directory", "file"])
+def test_a_log_that_was_there_is_not_begun_anew_by_who_had_seen_it(path: Path, tmp_path: Path, gone: str) -> None:
+    log = SqliteLog(path, "j")
+    fill(log, 1)
+    (tmp_path / gone).rename(tmp_path / "elsewhere")
+    for call in (log.tail, lambda: log.secret(b"x"), lambda: log.append(generation(2), expect_tail=0), log.events):
+        with pytest.raises(LogUnreachable, match="is gone"):
+            call()
+    assert not (tmp_path / gone).exists()
+    (tmp_path / "elsewhere").rename(tmp_path / gone)
+    log.append(generation(2), expect_tail=0)
+    assert len(log.entries()) == 2
+
+
+@pytest.mark.covers("I8")
+def test_a_log_whose_content_is_gone_is_not_begun_anew_by_who_had_seen_it(path: Path) -> None:
+    log = SqliteLog(path, "j")
+    fill(log, 1)
+    path.write_bytes(b"")
+    for call in (log.tail, lambda: log.secret(b"x")):
+        with pytest.raises(LogUnreachable, match="is gone"):
+            call()
+    SqliteLog(path, "other").secret(b"x")  # another job begins a log there
+    with pytest.raises(LogRegressed, match="has nothing of job 'j' any more"):
+        log.secret(b"x")
+    assert SqliteLog(path, "j").uuid() == ""
+
+
+@pytest.mark.covers("I8")
+def test_a_log_makes_no_directory(path: Path) -> None:
+    path.parent.rmdir()
+    with pytest.raises(LogUnreachable, match="there is no directory"):
+        SqliteLog(path, "j").secret(b"x")
+    assert not path.parent.exists()
+
+
+@pytest.mark.covers("I14")
+def test_a_directory_that_may_not_be_entered_is_a_typed_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = Path.stat
+
+    def refused(self: Path, **given: bool) -> os.stat_result:
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **given)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    for call in (SqliteLog(path, "j").tail, lambda: SqliteLog(path, "j").secret(b"x")):
+        with pytest.raises(LogUnreachable, match="cannot be reached: Permission denied"):
+            call()

@@ -43,6 +43,12 @@ class World(msgspec.Struct):
         """A file of a generation, relative to the root."""
         return f"{JOB}/generations/{entry.location}/{file}".rstrip("/")
 
+    def lose_log(self) -> None:
+        """Remove the log's file; what comes then is as a process sees it that never saw that one."""
+        (self.root / JOB / "commit-log.sqlite3").unlink()
+        self.log.close()
+        self.log = open_log(None, job=JOB, root_url=str(self.root))
+
     def snapshot(self) -> dict[str, bytes]:
         """Every file of the root with its bytes."""
         return {str(p.relative_to(self.root)): p.read_bytes() for p in sorted(self.root.rglob("*")) if p.is_file()}

@@ -20,7 +20,7 @@ from unit.flows.flowkit import JOB, World, tensors, world
 
 
 def lose(w: World) -> None:
-    (w.root / JOB / "commit-log.sqlite3").unlink()
+    w.lose_log()
 
 
 def errors(check: LogCheck) -> list[tuple[int, str]]:

@@ -207,7 +207,7 @@ def test_every_record_is_listed_when_none_can_be_loaded(tmp_path: Path) -> None:
 @pytest.mark.covers("F26", "I8", "D2")
 def test_a_lost_log_refuses_and_offers_to_rebuild_it(tmp_path: Path) -> None:
     with world(tmp_path / "root", 5, 10) as w:
-        (w.root / JOB / "commit-log.sqlite3").unlink()
+        w.lose_log()
         before = w.snapshot()
         with pytest.raises(ProgressExists, match="log rebuild gpt") as error:
             choose(w.log, w.store, JOB, adopt=True)

@@ -440,3 +440,21 @@ def test_what_is_missing_in_a_directory_that_is_there_is_not_tried_again(tmp_pat
     with pytest.raises(StoreError, match="ENOENT"), store.writer("s1/shard", 1):
         pass
     assert len([c for c in ops.calls if c.op == "open" and "/s1/." in c.path]) == 1
+
+
+@pytest.mark.covers("I8")
+@pytest.mark.parametrize("before", [False, True], ids=["at-once", "after-a-write"])
+def test_a_root_that_was_there_is_not_made_anew(tmp_path, before):
+    (tmp_path / "mount" / "root").mkdir(parents=True)
+    store = LocalStore(tmp_path / "mount" / "root", existing=True)
+    if before:
+        store.put("a/b", b"1")
+    for gone in ("mount/root", "mount"):
+        (tmp_path / gone).rename(tmp_path / "elsewhere")
+        with pytest.raises(StoreError, match=r"is gone|ENOENT"):
+            store.put("a/c", b"2")
+        with pytest.raises(StoreError, match=r"is gone|ENOENT"), store.writer("a/d", 1):
+            pass
+        assert not (tmp_path / gone).exists()
+        (tmp_path / "elsewhere").rename(tmp_path / gone)
+    assert store.put("a/c", b"2")
