@@ -83,6 +83,7 @@ class Chain:
         self._parts = [_Part(Link(replica=OWN), self._open)]
         self._turn = 0
         self._planned: Callable[[], Plan] = Plan
+        self.unrepeatable = False
         self.epoch = 0
 
     @property
@@ -108,7 +109,7 @@ class Chain:
                 batch = reel.draw()
                 if batch is not END:
                     part.moved = True
-                    self.epoch, self._planned = reel.epoch, reel.planned(part.owner)
+                    self.epoch, self._planned, self.unrepeatable = reel.epoch, reel.planned(part.owner), reel.unrepeatable
                     return batch
             self._turn += 1
         return END
@@ -193,6 +194,7 @@ class _Part:
                         f"the loader of {self._link.replica or 'this replica'} ended after {done} of {self._link.skip} draws that the state includes",
                         todo="check that the data are those of before",
                     )
+                repeatable(reel)
             self._reel, self.moved = reel, self._link.skip > 0
         return self._reel
 
@@ -208,6 +210,20 @@ class _Part:
         if self._reel is not None:
             self._reel.close()
         self._reel = None
+
+
+def repeatable(reel: Reel | Chain) -> None:
+    """Refuse a draw, made again to be passed over, that began an epoch of another order than before.
+
+    Raises:
+        DataError: nobody knows the streams that its order was drawn from.
+    """
+    if reel.unrepeatable:
+        raise DataError(
+            f"epoch {reel.epoch} of the loader is passed over, and its order was drawn from the process's random streams, of which no journal entry is known",
+            now="nothing was drawn",
+            todo="bring back the cursor journal of the replica, or resume with a fresh data order on purpose",
+        )
 
 
 def _parse(data: bytes) -> ChainSpot | None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ftckpt.data.chain import Chain
+from ftckpt.data.chain import Chain, repeatable
 from ftckpt.data.records import Plan
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import DataError
@@ -142,6 +142,7 @@ class Deck:
                 raise DataError(
                     f"the loader ended after {done} draws; the state includes {ordinal}", todo="check that the data are those of before"
                 )
+            repeatable(self._reel)
 
 
 def _within(held: Held, epochs: int | None) -> bool:

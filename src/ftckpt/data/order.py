@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
 
 from ftckpt.data.selection import digest_of, indices_of, listed_in
+from ftckpt.data.streams import loaders_in
 from ftckpt.data.whole import number_of
 from ftckpt.errors import ConfigError, DataError
 
@@ -46,12 +47,13 @@ def order_of(loader: object) -> Order:
     Raises:
         ConfigError: its batches come as its workers get done with them, so that no count of them says which they were.
     """
-    if getattr(loader, "in_order", None) is False and getattr(loader, "num_workers", None):
-        raise ConfigError(
-            f"{type(loader).__qualname__}(in_order=False) with workers cannot be the loader: a batch is known by when it comes",
-            now="nothing was changed",
-            todo="leave in_order out",
-        )
+    for part in (loader, *loaders_in(loader)):
+        if getattr(part, "in_order", None) is False and getattr(part, "num_workers", None):
+            raise ConfigError(
+                f"{type(part).__qualname__}(in_order=False) with workers cannot be the loader: a batch is known by when it comes",
+                now="nothing was changed",
+                todo="leave in_order out",
+            )
     found: Order = {"kind": _kind(loader)}
     dataset = getattr(loader, "dataset", None)
     if (length := _length(loader if dataset is None else dataset)) is not None:

@@ -2,14 +2,14 @@
 
 A loader with ``state_dict``/``load_state_dict`` restores its own position; any other iterable is replayed from the start of
 the epoch. So that an epoch can be replayed, torch's loaders begin each epoch with generators seeded from (seed, epoch);
-torch's global stream is left as it was.
+torch's global stream is left as it was. Other streams that an order may be drawn from are part of the position (``data.streams``).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any, Final
@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 from ftckpt.data.intent import plan_of
 from ftckpt.data.order import Order, keeps_order, order_of, refuse
 from ftckpt.data.records import Plan
+from ftckpt.data.spot import SPOT_VERSION, Spot, read_spot
+from ftckpt.data.streams import NONE, Began, Streams, kept_global, loaders_in, seedless
 from ftckpt.errors import DataError
 from ftckpt.trainer.inline import decode_value, encode_value
-
-SPOT_VERSION = 2
 
 
 class End:
@@ -32,27 +32,6 @@ class End:
 
 
 END: Final = End()
-
-
-class Spot(msgspec.Struct, frozen=True, kw_only=True):
-    """A position in a loader, as journalled: draws taken of an epoch, and the loader's own state where it has one.
-
-    Args:
-        epoch: from 0.
-        index: draws taken of that epoch.
-        seed: that the epochs of torch's loaders are derived from.
-        order: what decides the order of its samples; a loader of another order refuses it.
-        shape: of version 1, in the place of ``order``: sizes of batches, numbers of workers.
-        state: encoded tree of ``loader.state_dict()``; None where the position is counted.
-    """
-
-    version: int = SPOT_VERSION
-    epoch: int
-    index: int
-    seed: int
-    order: dict[str, Any] = {}
-    shape: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
-    state: Any = None
 
 
 class Reel:
@@ -77,6 +56,8 @@ class Reel:
         self._seed = _initial_seed(loader)
         self._failed = False  # a draw has raised
         self._begun = False  # an epoch of a torchdata loader, by a snapshot before its first draw
+        self._began = NONE  # streams of the epoch's beginning, where it is counted
+        self.unrepeatable = False  # the newest draw began an epoch, whose order came from the process's own streams
         self._plan: tuple[int, Callable[[], Plan]] | None = None  # of which epoch
         self.epoch = 0
         self.index = 0
@@ -100,7 +81,7 @@ class Reel:
 
     @property
     def counted(self) -> bool:
-        """Whether the start of the data can be found again without a journal: a plain iterable."""
+        """Whether its position is counted, and the start of the data can be found without a journal: a plain iterable."""
         return not self._stateful and not isinstance(self._loader, DataLoader)
 
     def draw(self) -> Any:
@@ -110,6 +91,7 @@ class Reel:
             DataError: an epoch has no batch at all.
         """
         while self.epochs is None or self.epoch < self.epochs:
+            self.unrepeatable = False
             try:
                 batch = self._next()
             except StopIteration:
@@ -125,7 +107,7 @@ class Reel:
                     raise DataError(
                         f"the loader has no batch in epoch {self.epoch}", now="nothing was drawn", todo="check its length and drop_last"
                     ) from None
-                self.epoch, self.index, self._iterator = self.epoch + 1, 0, None
+                self.epoch, self.index, self._iterator, self._began = self.epoch + 1, 0, None, NONE
                 continue
             except BaseException:
                 self._failed = True
@@ -157,7 +139,15 @@ class Reel:
                 self._begun = True
             else:
                 state = self._loader.state_dict()  # type: ignore[attr-defined]
-        spot = Spot(epoch=self.epoch, index=self.index, seed=self._seed, order=self._order, state=encode_value(state, "loader"))
+        spot = Spot(
+            version=SPOT_VERSION if self._began is not NONE else 2,  # which earlier releases read
+            epoch=self.epoch,
+            index=self.index,
+            seed=self._seed,
+            order=self._order,
+            state=encode_value(state, "loader"),
+            began=self._began,
+        )
         return msgspec.json.encode(spot)
 
     def restore(self, data: bytes) -> None:
@@ -166,7 +156,7 @@ class Reel:
         Raises:
             DataError: it is not a position of such a loader, or the loader cannot go there.
         """
-        spot = _read(data)
+        spot = read_spot(data)
         known = self._order if spot.shape is msgspec.UNSET else {k: v for k, v in self._order.items() if k in spot.shape}
         refuse(spot.order if spot.shape is msgspec.UNSET else {k: spot.shape[k] for k in known}, known, "the loader was not moved")
         if self._stateful != (spot.state is not None):
@@ -177,7 +167,7 @@ class Reel:
             )
         self._seed, self._begun = spot.seed, False
         if not self._stateful:
-            self._recount(spot.epoch, spot.index)
+            self._recount(spot.epoch, spot.index, spot.began)
             return
         self.epoch, self.index, self._iterator = spot.epoch, spot.index, None
         try:
@@ -193,7 +183,7 @@ class Reel:
 
     def restart(self) -> None:
         """Begin anew: the next draw is the first of the first epoch."""
-        self.epoch, self.index, self._iterator, self._begun = 0, 0, None, False
+        self.epoch, self.index, self._iterator, self._begun, self._began = 0, 0, None, False, NONE
 
     def close(self) -> None:
         """Let the loader's iterator, and with it its workers, go. It is restored before it is drawn from again."""
@@ -203,7 +193,11 @@ class Reel:
     def _next(self) -> Any:
         if self._iterator is not None:
             return next(self._iterator)
-        with self._epoch_begins():  # samplers draw their seed with the first batch
+        if not self._stateful:
+            return self._begin()
+        # One with a state that holds loaders of torch's and goes on in an epoch began them before, seeds and all.
+        within = loaders_in(self._loader) if self.index and not isinstance(self._loader, DataLoader) else []
+        with self._epoch_begins(), seedless(within):  # samplers draw their seed with the first batch
             self._iterator = iter(self._loader)
             if self._begun and isinstance(self._loader, DataLoader) and not keeps_order(self._loader):
                 # It drew its seed when it began: samplers find the stream as if it did now.
@@ -211,8 +205,27 @@ class Reel:
             self._begun = False
             return next(self._iterator)
 
-    def _recount(self, epoch: int, index: int) -> None:
-        """Replay a counted loader up to a position."""
+    def _begin(self, began: Began | None = None) -> Any:
+        """The first batch of an epoch of a loader without a state; samplers draw their seed with it.
+
+        Args:
+            began: how the streams were when it began in another process, or before.
+        """
+        with self._epoch_begins() as derived, nullcontext() if began is None else began.put(self._loader):
+            streams = Streams(self._loader, derived)
+            self._iterator = iter(self._loader)
+            batch = next(self._iterator)
+            if self.index == 0:  # else it is an iterator, which began before
+                self._began, moved = streams.kept()
+                self.unrepeatable = moved and self.counted
+        return batch
+
+    def _recount(self, epoch: int, index: int, began: msgspec.Raw = NONE) -> None:
+        """Replay a counted loader up to a position; the process's own random streams are left as they are."""
+        with kept_global():
+            self._replay(epoch, index, began)
+
+    def _replay(self, epoch: int, index: int, began: msgspec.Raw) -> None:
         if self.once:
             if index < self.index:
                 raise DataError(
@@ -221,10 +234,17 @@ class Reel:
                     todo="register an iterable that can be started again, or a loader with state_dict",
                 )
         else:
-            self.epoch, self.index, self._iterator = epoch, 0, None
+            self.epoch, self.index, self._iterator, self._began = epoch, 0, None, NONE
+        streams = Began(began) if self.index == 0 and self._iterator is None else None
+        if streams is not None and index and not self.once and streams.lacks(self._loader):
+            self._begin()  # it may make its generators when it is first gone through
+            self._iterator = None
         while self.index < index:
             try:
-                self._next()
+                if streams is None or self._iterator is not None:
+                    self._next()
+                else:
+                    self._begin(streams)
             except StopIteration:
                 raise DataError(
                     f"epoch {epoch} of the loader ended after {self.index} draws; {index} had been taken of it",
@@ -234,19 +254,18 @@ class Reel:
             self.index += 1
 
     @contextmanager
-    def _epoch_begins(self) -> Iterator[None]:
-        """Around the creation of an iterator: the order of the epoch depends on (seed, epoch) only."""
+    def _epoch_begins(self) -> Iterator[list[torch.Generator]]:
+        """Around the creation of an iterator: what torch's loaders draw depends on (seed, epoch) only. Gives the generators that are seeded."""
         loader = self._loader
         for part in _parts(loader):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self.epoch)
         if not isinstance(loader, DataLoader):
-            yield
+            yield []
             return
         seed = int.from_bytes(hashlib.sha256(f"ftckpt epoch\0{self._seed}\0{self.epoch}".encode()).digest()[:8], "big") >> 1
-        for part in _parts(loader):
-            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
-                generator.manual_seed(seed)
+        for generator in _generators(loader):
+            generator.manual_seed(seed)
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seed)
         generator = loader.generator
@@ -256,7 +275,7 @@ class Reel:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
             loader.generator = torch.Generator().manual_seed(seed)
         try:
-            yield
+            yield [torch.default_generator, *_generators(loader)]
         finally:
             loader.generator = generator
             torch.default_generator.set_state(before)
@@ -269,24 +288,10 @@ def _parts(loader: object) -> list[object]:
     return list({id(part): part for part in found if part is not None}.values())
 
 
+def _generators(loader: object) -> list[torch.Generator]:
+    return [g for part in _parts(loader) if isinstance(g := getattr(part, "generator", None), torch.Generator)]
+
+
 def _initial_seed(loader: object) -> int:
-    generators = [g for part in _parts(loader) if isinstance(g := getattr(part, "generator", None), torch.Generator)]
+    generators = _generators(loader)
     return (generators[0].initial_seed() if generators else torch.initial_seed()) & ((1 << 63) - 1)
-
-
-def _read(data: bytes) -> Spot:
-    try:
-        spot = msgspec.json.decode(data, type=Spot)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        if b'"chain"' in data[:40]:
-            raise DataError(
-                "the journalled position includes loaders of replicas that are gone",
-                now="the loader was not moved",
-                todo='resume with data="adopt" and loaders=, as when they were taken over',
-            ) from e
-        raise DataError(f"a journalled position cannot be read: {e}", now="the loader was not moved") from e
-    if not 1 <= spot.version <= SPOT_VERSION:
-        raise DataError(
-            f"a journalled position has version {spot.version}; this release reads 1 to {SPOT_VERSION}", todo="use a newer ftckpt"
-        )
-    return spot

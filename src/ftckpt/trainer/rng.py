@@ -15,13 +15,18 @@ from ftckpt.errors import ConfigError, Damaged
 _BAD = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError)
 
 
-def capture_rng() -> dict[str, object]:
-    """The streams of python, NumPy, torch on the CPU and on each accelerator in use, as values that ``format.leaves`` encodes."""
-    value: dict[str, object] = {
+def host_rng() -> dict[str, object]:
+    """The streams of python, NumPy and torch on the CPU, as ``capture_rng``."""
+    return {
         "python": _python_state(random.getstate()),
         "numpy": np.random.get_state(legacy=False),
         "torch": _bytes(torch.get_rng_state()),
     }
+
+
+def capture_rng() -> dict[str, object]:
+    """The streams of python, NumPy, torch on the CPU and on each accelerator in use, as values that ``format.leaves`` encodes."""
+    value = host_rng()
     module = _accelerator()
     if module is not None:
         value["devices"] = {"type": module[0], "states": [_bytes(s) for s in module[1].get_rng_state_all()]}
