@@ -190,6 +190,6 @@ class Slots:
             kept = mark.info.image_bytes if held.kept and mark is not None else 0
             try:
                 held.arena.free(slot, kept)
+                held.freed[slot] = not kept
             except OSError as e:
                 logger.warning("memory of a trainer that has died stays for now: %s", e)
-            held.freed[slot] = not kept

@@ -21,7 +21,7 @@ from ftckpt.flows.read import OpenGeneration
 from ftckpt.format.casting import FLOATS, cast, check_target
 from ftckpt.format.dtypes import SAFETENSORS_DTYPES, item_bytes
 from ftckpt.format.image import Image
-from ftckpt.format.leaves import decode_leaves
+from ftckpt.format.leaves import decode_leaves, is_inside
 from ftckpt.format.namemap import NameMap, lookup
 from ftckpt.format.table import Chunk
 
@@ -117,15 +117,17 @@ def select(generation: OpenGeneration, state: str = "model", *, dtype: str | Non
             have_already = {(c.offsets, c.sizes) for _, c in boxes}
             boxes += [(image, c) for c in entry.chunks if (c.offsets, c.sizes) not in have_already]
     extras = _extras(generation, state)
-    names = {s: name for name in found if name.startswith(prefix) and (s := name.removeprefix(prefix)).partition("/")[0] not in extras}
+    first: dict[str, str] = {}  # of each memory
+    names: dict[str, str] = {}
     shared: dict[str, str] = {}
-    for alias, name in aliases.items():
-        if alias.startswith(prefix):
-            short = alias.removeprefix(prefix)
-            if name.startswith(prefix):
-                shared[short] = name.removeprefix(prefix)
-            if tied == "copy" or not name.startswith(prefix):
-                names[short] = name
+    for full, name in (dict(zip(found, found, strict=True)) | aliases).items():
+        short = full.removeprefix(prefix)
+        if not full.startswith(prefix) or is_inside(short, extras):
+            continue
+        if first.setdefault(name, short) != short:
+            shared[short] = first[name]
+        if tied == "copy" or short not in shared:
+            names[short] = name
     items = []
     for short, name in names.items():
         stored, shape, boxes = found[name]

@@ -6,7 +6,7 @@ the hooks that the trainer hands in; this module never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -86,6 +86,11 @@ def path_name(path: Sequence[object], hook: EncodeHook | None = None, where: str
         Unstorable: a key cannot be stored; names it and where it is.
     """
     return "/".join([_part(key, hook, (where, path[:i])) for i, key in enumerate(path)])
+
+
+def is_inside(name: str, keys: Container[str]) -> bool:
+    """Whether a tensor of that name is inside the value of one of the keys, which may have slashes themselves."""
+    return "/" in name and any(name[:at] in keys for at, char in enumerate(name) if char == "/")
 
 
 def _part(key: object, hook: EncodeHook | None = None, above: tuple[str, Sequence[object]] = ("", ())) -> str:

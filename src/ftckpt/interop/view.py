@@ -10,7 +10,7 @@ import torch
 
 from ftckpt.errors import Damaged
 from ftckpt.flows.read import OpenGeneration
-from ftckpt.format.leaves import decode_leaves, decode_tree
+from ftckpt.format.leaves import decode_leaves, decode_tree, is_inside
 from ftckpt.interop.weights import Kind
 from ftckpt.trainer.naming import decode_torch, key_of
 from ftckpt.trainer.reading import borrow, read_whole
@@ -48,7 +48,7 @@ class View:
         extras = leaves if isinstance(leaves, dict) else {}
         found: dict[str, Any] = {}
         for key in self.index.below(f"{name}/"):
-            if key.partition("/")[0] not in extras:
+            if not is_inside(key, extras):
                 found[key] = self.index.get(f"{name}/{key}")
         return found | {key: self._decode(doc) for key, doc in extras.items()}
 

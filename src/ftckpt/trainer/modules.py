@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
+from ftckpt.format.leaves import is_inside
 from ftckpt.format.manifest import StateInfo
 from ftckpt.trainer.cursor import call_user
 from ftckpt.trainer.layout import USUAL, is_lazy
@@ -76,7 +77,7 @@ def plan_module(part: Part, state: State, doc: Mapping[str, Any], info: StateInf
     scan = scan_module(msgspec.structs.replace(state, only_trainable=False))
     code = LoadCode(state)
     stored = set(part.index.below(f"{part.source}/")) - {key for key in scan.extras if key in doc}
-    own = {key for key in stored if not any(key.startswith(f"{extra}/") for extra in doc)} if doc else stored
+    own = {key for key in stored if not is_inside(key, doc)} if doc else stored
     asked: dict[str, Live | None] = {key: live for key, live in scan.tensors.items() if is_asked(live)} | dict.fromkeys(scan.extras)
     for key in sorted(own - scan.tensors.keys() - asked.keys()):
         part.unexpected(key)

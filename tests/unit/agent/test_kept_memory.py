@@ -12,14 +12,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from agent_harness import LARGE, Rig, ended, pattern, stop, table_of, until
 
+from ftckpt.agent.slots import Slots
 from ftckpt.errors import Damaged
 from ftckpt.flows.read import open_generation
+from ftckpt.format.manifest import ShardInfo
+from ftckpt.link.arena import Arena
 from ftckpt.link.client import AgentConfig
 from ftckpt.link.messages import KeptImage
 from ftckpt.trainer.report import RestoreReport, ResumeReport
@@ -255,3 +259,38 @@ def test_the_death_of_an_earlier_trainer_says_nothing_of_one_that_left_after_it_
             assert second.tell("look") == before
         finally:
             second.kill()
+
+
+class Unwilling(Arena):
+    """Memory of which the system does not take anything back the first time that it is asked to."""
+
+    refused = False
+
+    def free(self, index: int, beyond: int = 0) -> None:
+        if not self.refused:
+            self.refused = True
+            raise OSError(11, "try again")
+        super().free(index, beyond)
+
+
+@pytest.mark.covers("I11")
+def test_memory_that_the_system_did_not_take_back_is_offered_again() -> None:
+    desk: Any = SimpleNamespace(post=lambda *_: None)
+    slots, arena = Slots(desk), Unwilling.create(2, BLOCK)
+    try:
+        for slot in range(2):
+            arena.slot(slot)[:] = b"x" * BLOCK
+        slots.attach(1, 1, arena)
+        slots.hold(1, 1, 0).release()
+        slots.hold(1, 1, 1).release()
+        save: Any = SimpleNamespace(arena=1, slot=1, ordinal=1)
+        slots.stored(1, save, "somewhere", ShardInfo(file=SHARD, rank=0, bytes=BLOCK, header_bytes=0, header_sha256="", image_bytes=BLOCK))
+        slots.release(1, 1, 0)
+        slots.leave(1, keep=True)
+        slots.bury(1)
+        assert bytes(arena.slot(0)) == b"x" * BLOCK
+        slots.release(1, 1, 1)
+        assert bytes(arena.slot(0)) == bytes(BLOCK)
+        assert bytes(arena.slot(1)) == b"x" * BLOCK
+    finally:
+        arena.close()

@@ -21,6 +21,7 @@ from ftckpt.interop.dcp import FtckptReader, export_dcp
 from ftckpt.interop.dcp_files import DcpWeights
 from ftckpt.interop.huggingface import SafetensorsWeights, export_adapted
 from ftckpt.interop.torchfile import TorchFileWeights
+from ftckpt.interop.view import View
 from ftckpt.interop.weights import fill
 
 
@@ -142,6 +143,41 @@ def test_extra_state_of_a_module_goes_out_and_comes_in_where_it_is_a_tensor(tmp_
         assert torch.equal(model.value, value) if whole else model.value == {"n": 2}
         assert bool(filled.notes) is not whole
         assert filled.unexpected == []
+
+
+class Shares(nn.Module):
+    """Extra state that has a weight in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(2.0))
+
+    def get_extra_state(self):
+        return {"t": self.w, "n": 1}
+
+    def set_extra_state(self, value):
+        pass
+
+
+@pytest.mark.covers("A8")
+@pytest.mark.parametrize("tied", ["copy", "drop"])
+@pytest.mark.parametrize("beside", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("at", ["a", "a/b"], ids=["plain", "slash"])
+def test_what_extra_state_holds_is_no_weight_whatever_shares_memory_with_it(tmp_path, at, beside, tied):
+    model = nn.Module()
+    model.add_module(at, Shares())
+    if beside:  # another name of that weight
+        model.register_parameter("z", model._modules[at].w)
+    names = {f"{at}.w"} | ({"z"} if beside else set())
+    place = save_job(tmp_path, {"also": {"it": model._modules[at].w}, "model": model})[0]
+    with located(place) as generation:
+        report = export_safetensors(generation, tmp_path / "hf", tied=tied)
+        assert View(generation).state("model").keys() == names | {f"{at}._extra_state"}
+    found = {name for file in (tmp_path / "hf").glob("*.safetensors") for name in load_file(file)}
+    assert found | set(report.tied) == names
+    assert len(report.tied) == beside
+    assert (found == names) is (tied == "copy" or not beside)
+    assert report.left_out.keys() == {f"{at}._extra_state"} | (names - found)
 
 
 # ---------------------------------------------------------------- live tensors
