@@ -35,7 +35,7 @@ def agent(
     given = settings.load({"job": job, "root": root, "log": log, "replica": replica}, file=config).validate(("job", "root"))
     made = wiring.agent_config(given, rank=rank, group_world_size=ranks, incarnation=incarnation)
     place = wiring.root_path(given.root)
-    if place is not None and place.is_dir():
+    if place is not None and os.path.isdir(place):
         with suppress(OSError):  # the agent says it
             (place / given.job).mkdir(exist_ok=True)  # it may be started before the job's first trainer
     fd = pass_config(made)

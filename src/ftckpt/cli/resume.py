@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from ftckpt.cli import common
 from ftckpt.cli.verify import progress_bar
@@ -18,7 +19,18 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("resume")(resume)
+    app.command("resume", cls=_BeforeDashes)(resume)
+
+
+class _BeforeDashes(TyperCommand):
+    """Takes options and JOB from before the two dashes only: what stands behind them is CMD, also where JOB is left out."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        cut = args.index("--") if "--" in args else len(args)
+        left = super().parse_args(ctx, args[:cut])
+        if args[cut + 1 :]:
+            ctx.params["command"] = [*(ctx.params["command"] or ()), *args[cut + 1 :]]
+        return left
 
 
 def resume(

@@ -47,7 +47,8 @@ class EtcdTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     def _rules(self) -> list[tuple[bool, str]]:
         return [
-            (bool(self.endpoints) and all(_is_endpoint(e) for e in self.endpoints), "name at least one host:port"),
+            (bool(self.endpoints), "name at least one host:port"),
+            *((_is_endpoint(e), f"{e!r} is not host:port with a port from 1 to 65535 (IPv6: [::1]:2379)") for e in self.endpoints),
             (self.prefix == "" or self.prefix.startswith("/"), f"prefix {self.prefix!r} must begin with '/'"),
             (self.timeout > 0, f"timeout {self.timeout:g} must be positive"),
             ((self.cert is None) == (self.key is None), "cert and key go together"),

@@ -26,6 +26,7 @@ from ftckpt.flows.select import choose
 from ftckpt.link.budget import available_memory
 from ftckpt.ports import CommitLog
 
+_HEADERS = " (headers and small files only; `ftckpt verify` reads every byte)"
 LOW_SPACE = 3  # generations that should still fit
 
 
@@ -176,7 +177,8 @@ def _resume(settings: Settings, log: CommitLog) -> Iterator[Check]:
             wiring.check_marker(marker, wiring.Marker(job=settings.job, log_kind=kind, log=wiring.vouching(log)), store.url)
         else:
             wiring.check_room(store, settings.job, new_job=settings.new_job)
-        yield Check(name="resume", grade="ok", text=choose(log, store, settings.job).reasons[0])
+        choice = choose(log, store, settings.job)
+        yield Check(name="resume", grade="ok", text=choice.reasons[0] + (_HEADERS if choice.location else ""))
     except NothingLoadable as e:
         if not any(r.state == "live" for r in log.replicas()):
             raise

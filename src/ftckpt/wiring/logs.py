@@ -106,8 +106,8 @@ def _sqlite_path(url: str, job: str, *, given: bool) -> Path:
             now="nothing was changed",
             todo=f"write sqlite:///absolute/path, e.g. sqlite://{Path(text).absolute()}",
         )
-    embedded = path.parts[-2:] == (job, LOG_FILE) and path.parent.parent.is_dir()
-    if given and not path.parent.is_dir() and not embedded:
+    embedded = path.parts[-2:] == (job, LOG_FILE) and os.path.isdir(path.parent.parent)
+    if given and not os.path.isdir(path.parent) and not embedded:
         raise ConfigError(
             f"log {url!r}: there is no directory {path.parent}",
             now="nothing was changed",

@@ -187,6 +187,25 @@ def test_a_dry_run_says_what_and_why_and_changes_nothing(ftckpt: Any, job: World
     assert "passed over" in ftckpt("resume", JOB, "--dry-run").out
 
 
+@pytest.mark.covers("I14")
+def test_what_stands_behind_the_dashes_is_never_the_job(ftckpt: Any, job: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[list[str], str]] = []
+    monkeypatch.setattr("ftckpt.cli.resume._execute", lambda command, env: ran.append((command, env["FTCKPT_JOB"])))
+    assert ftckpt("resume", "--", "echo", "hi").status == 2, "no job is named"
+    assert ftckpt("resume", JOB, "--", "echo", "--json", "--", "hi").status == 0
+    monkeypatch.setenv("FTCKPT_JOB", JOB)
+    assert ftckpt("resume", "--", "echo", "hi").status == 0
+    assert ftckpt("resume", "--", "gtp").status == 0
+    assert ftckpt("resume", "--").status == 0
+    assert ftckpt("resume", "gtp", "--", "echo").status == 3
+    assert ran == [(["echo", "--json", "--", "hi"], JOB), (["echo", "hi"], JOB), (["gtp"], JOB)]
+
+
+def test_doctor_says_that_it_read_headers_only(ftckpt: Any, job: World) -> None:
+    resume = next(c for c in ftckpt("doctor", JOB, "--json").json["checks"] if c["name"] == "resume")
+    assert "headers and small files only; `ftckpt verify` reads every byte" in resume["text"]
+
+
 def test_the_command_gets_the_choice_and_its_status_is_ours(job: World, tmp_path: Path) -> None:
     script = 'import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith("FTCKPT_")})); raise SystemExit(5)'
     command = [sys.executable, "-m", "ftckpt", "resume", JOB, "--step", "5", "--root", str(job.root), "--", sys.executable, "-c", script]
