@@ -59,7 +59,7 @@ def make_steps(ledger: SampleLedger, steps: int, members: int) -> None:
         ledger.made(secrets.token_hex(32), secrets.token_hex(32), step, parts)
 
 
-@pytest.mark.parametrize(("members", "steps"), [(1000, 500), (2, 20_000)])
+@pytest.mark.parametrize(("members", "steps"), [(1000, 360), (2, 20_000)])
 def test_what_is_kept_before_an_audit_is_bounded_in_bytes(members: int, steps: int) -> None:
     ledger = SampleLedger()
     tracemalloc.start()
