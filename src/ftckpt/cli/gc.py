@@ -59,7 +59,12 @@ def gc(
         raise StoreError(
             f"the clean-up of job {job!r} is not finished{': ' + report.stopped if report.stopped else ''}"
             + (f"\n  {lines}" if lines else ""),
-            now="what was withdrawn is out of the log and will not be resumed from; everything kept is untouched",
+            now=(
+                "what was withdrawn is out of the log and will not be resumed from"
+                if report.withdrawn
+                else "nothing is known to be withdrawn"
+            )
+            + "; everything kept is untouched",
             todo=f"run ftckpt gc {job} --yes again",
         )
 

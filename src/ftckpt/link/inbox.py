@@ -217,7 +217,7 @@ class Inbox:
                     else AgentError(
                         f"agent (pid {self._pid}) is lost: {cause.what}",
                         now=f"{len(self.saves)} save(s) in flight have an unknown outcome; committed generations are safe",
-                        todo=f"training may go on with a new agent (reopen); see {self._hint}",
+                        todo=f"training goes on with a new agent, which the trainer's next step or save starts; see {self._hint}",
                     )
                 )
                 if not self.saves:

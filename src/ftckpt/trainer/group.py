@@ -59,10 +59,16 @@ class Group:
         shares later.
 
         Raises:
-            ConfigError: a variable is missing or no number.
+            ConfigError: a variable is missing or no number, or there is no such rank among so many.
             PeerError: the store does not answer within ``deadline`` seconds.
         """
         said = config.launch(environ)
+        if not 0 <= said.rank < said.world_size:
+            raise ConfigError(
+                f"RANK is {said.rank} and WORLD_SIZE {said.world_size}: ranks go from 0 to WORLD_SIZE - 1",
+                now="nothing was connected",
+                todo="start with torchrun, or set both RANK and WORLD_SIZE",
+            )
         if not said.master_addr or not said.master_port:
             if said.world_size <= 1:
                 return cls(deadline=deadline)

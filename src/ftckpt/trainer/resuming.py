@@ -267,7 +267,7 @@ class Resumer:
             bytes=loaded.report.bytes,
             seconds=time.monotonic() - began,
             load_seconds=loaded.seconds,
-            warnings=loaded.warnings,
+            warnings=(*(f"passed over: {r}" for r in choice.rejected), *loaded.warnings),
         )
 
     def _begin(self, choice: Choice, opening: str, began: float) -> ResumeReport:

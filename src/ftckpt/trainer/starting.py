@@ -121,7 +121,7 @@ class Starter:
             raise NotFound(f"job {self._job!r} has no generation to read", now="nothing was loaded", todo="check job, root and log")
         report = self._complete(report)
         self.done = True
-        for line in (*report.reasons, *report.passed_over):
+        for line in report.reasons:
             logger.info("resume: %s", line)
         for line in report.warnings:
             logger.warning("resume: %s", line)

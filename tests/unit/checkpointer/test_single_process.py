@@ -88,6 +88,7 @@ def test_a_damaged_newest_generation_is_passed_over_with_its_reason(jobs: Jobs, 
     run = jobs.run("--steps", 10, "--every", 0, python=python)
     assert run.of("resumed")[0]["step"] == 10
     assert "shard-00000-of-00001.safetensors" in run.of("resumed")[0]["passed_over"][0]
+    assert "resume: passed over: " in run.errors
 
 
 @pytest.mark.quick

@@ -111,6 +111,14 @@ def test_a_dead_store_is_a_typed_error_within_the_deadline():
         Group.from_env(deadline=1.0, environ={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"})
 
 
+@pytest.mark.covers("I14", "F78")
+@pytest.mark.parametrize("said", ["RANK=-1", "RANK=1", "WORLD_SIZE=0", "RANK=2 WORLD_SIZE=2", "RANK=-1 WORLD_SIZE=2"])
+def test_a_rank_that_cannot_be_is_refused(said):
+    for more in ({}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}):
+        with pytest.raises(ConfigError, match="from 0 to WORLD_SIZE - 1"):
+            Group.from_env(deadline=1.0, environ={**dict(pair.split("=") for pair in said.split()), **more})
+
+
 def test_one_process_needs_no_store():
     with Group.from_env(environ={}) as g:
         assert (g.rank, g.world_size, len(g.incarnation)) == (0, 1, 32)
