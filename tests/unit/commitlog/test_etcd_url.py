@@ -80,3 +80,12 @@ def test_an_endpoint_is_split_at_its_last_colon() -> None:
 def test_the_client_library_is_loaded_by_the_etcd_backend_only(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('grpc', 'etcd3', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+@pytest.mark.covers("I14", "F78")
+@pytest.mark.parametrize("endpoint", ["h1:99999", "h1:abc", "h1:0", "h1:"])
+def test_a_port_that_cannot_be_is_named(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="port from 1 to 65535") as error:
+        parse_url(f"etcd://h0,{endpoint}")
+    assert endpoint in error.value.what
+    assert "at least one" not in error.value.what
