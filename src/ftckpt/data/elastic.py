@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -60,7 +61,8 @@ class ElasticLoader:
         self.sampler, self._placed = sampler, ranks is not None
         options.setdefault("generator", torch.Generator().manual_seed(sampler.seed & ((1 << 63) - 1)))  # leaves the global stream alone
         self._ahead = _Ahead(sampler, ranks or 1, own or 0)
-        self._batches = DataLoader(dataset, batch_sampler=self._ahead, **options)
+        self._make = partial(DataLoader, dataset, batch_sampler=self._ahead, **options)
+        self._batches = self._make()
         self._fetching: Iterator[Any] | None = None
         self._last: tuple[tuple[tuple[int, ...], ...], list[Any]] = ((), [])
 
@@ -101,6 +103,8 @@ class ElasticLoader:
 
     def close(self) -> None:
         """Let the workers go; a later ``take`` starts others."""
+        if self._fetching is not None:
+            self._batches = self._make()  # the one before keeps its workers, where they are persistent
         self._fetching, self._last = None, ((), [])
 
     def _fetch(self, indices: tuple[int, ...], at: tuple[int, int, int]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -38,6 +39,7 @@ class Loaders:
         self._loader: Iterable[Any] | ElasticLoader | None = None
         self.name, self._kept = "", True
         self._feed: BatchFeed | None = None  # the newest, which knows what was drawn
+        self._feeds: WeakSet[BatchFeed] = WeakSet()  # all that a loop may go on with
         self.order: Order | None = None
         self.entering: Callable[[], None] | None = None
         self._drawn = Drawn()
@@ -119,16 +121,20 @@ class Loaders:
         """
         self._policy, self._heritage, self._lost = policy, heritage, lost
         self._loaded, self._settled = "", False
-        if self._feed is not None:
-            self._feed.close()
-            if not isinstance(self._loader, Iterator):  # how far an iterator was read is known to its feed alone
-                self._feed = None
+        self._release()
+        if not isinstance(self._loader, Iterator):  # how far an iterator was read is known to its feed alone
+            self._feed = None
 
     def close(self) -> None:
         """End the loader's workers."""
-        if self._feed is not None:
-            self._feed.close()
+        self._release()
+        if isinstance(self._loader, ElasticLoader):
+            self._loader.close()
         self._feed = self.entering = None
+
+    def _release(self) -> None:
+        for feed in self._feeds:
+            feed.close()
 
     def position(self, count: int) -> tuple[int, bytes | None]:
         """The newest loader state known here that includes at most ``count`` draws: (its draws, JSON or None)."""
@@ -222,6 +228,7 @@ class Loaders:
             after=self._feed,
             **options,
         )
+        self._feeds.add(self._feed)
         return self._feed
 
     def _settle(self, replica: Replica) -> bool:

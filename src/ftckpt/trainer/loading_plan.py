@@ -15,7 +15,7 @@ from ftckpt.format.leaves import decode_tree
 from ftckpt.trainer.layout import USUAL, check_storable, dtype_name, is_lazy
 from ftckpt.trainer.naming import decode_torch, local_of, memory_key
 from ftckpt.trainer.overlaps import Late, read_local, single
-from ftckpt.trainer.reading import Sink, lacking, read_whole
+from ftckpt.trainer.reading import Sink, lacking, read_whole, writing
 from ftckpt.trainer.report import StateReport, Strictness
 from ftckpt.trainer.stored import Index, Stored
 
@@ -132,7 +132,7 @@ class Part:
         """Let values of its shape that were read already fill a live tensor once the sinks are filled."""
         one, value = single(tensor.detach(), values)
         self.late.append(Late(f"{self.name}/{key}", tensor, values))
-        self.finals.append(lambda: one.copy_(value))
+        self.finals.append(lambda: _put(one, value))
 
     def _fill(self, key: str, stored: Stored, tensor: torch.Tensor) -> None:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -213,6 +213,11 @@ class Part:
             self.finals.append(partial(place.requires_grad_, grad))
         known[parameter, grad] = tensor
         return tensor
+
+
+def _put(one: torch.Tensor, value: torch.Tensor) -> None:
+    with writing([one]):
+        one.copy_(value)
 
 
 def _like(live: torch.Tensor | None, stored: Stored) -> torch.Tensor | None:

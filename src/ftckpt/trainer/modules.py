@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ftckpt.format.leaves import is_inside
 from ftckpt.format.manifest import StateInfo
 from ftckpt.trainer.cursor import call_user
 from ftckpt.trainer.layout import USUAL, is_lazy
 from ftckpt.trainer.loading_plan import Part
-from ftckpt.trainer.naming import Live, clean_key, scan_module
+from ftckpt.trainer.naming import Live, clean_key, memory_key, scan_module
 from ftckpt.trainer.report import OnMeta
 from ftckpt.trainer.states import State
 from ftckpt.trainer.stored import Stored
@@ -50,6 +52,8 @@ class LoadCode:
             return False
         if live.role == "computed":
             return self.of(live.part)
+        if live.tensor.is_inference():  # it could not write there
+            return False
         return self._whole[live.part] or live.key.rpartition(".")[0] in self._names[live.part]
 
 
@@ -193,13 +197,24 @@ def give_values(state: State, code: LoadCode, values: Mapping[str, Any]) -> list
     ]
 
 
+class _Filled(TorchFunctionMode):
+    """Passes over copies of inference tensors onto themselves, too, to which torch objects."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch."""
+        if func is torch.Tensor.copy_ and args[0].is_inference() and memory_key(args[0]) == memory_key(args[1]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _load_whole(module: nn.Module, values: Mapping[str, Any]) -> None:
     given = copy.copy(module.state_dict())  # with its metadata
     for path in given:
         given[path] = values.get(clean_key(path), given[path])
     options = inspect.signature(module.load_state_dict).parameters.values()
     lenient = any(option.name == "strict" or option.kind is option.VAR_KEYWORD for option in options)
-    taken = module.load_state_dict(given, strict=False) if lenient else module.load_state_dict(given)
+    with _Filled() if any(isinstance(value, torch.Tensor) and value.is_inference() for value in given.values()) else nullcontext():
+        taken = module.load_state_dict(given, strict=False) if lenient else module.load_state_dict(given)
     left = [path for path in getattr(taken, "unexpected_keys", ()) if clean_key(path) in values]
     if left:
         raise ValueError(f"it gives {', '.join(left)} in its state_dict, and its load_state_dict does not take that")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ftckpt.trainer.image_plan import part_of
 from ftckpt.trainer.reading_plan import Job, Sink, Task, jobs_of, lacking, one_run
 from ftckpt.trainer.stored import Index, Stored
 
-__all__ = ["Sink", "borrow", "lacking", "read_all", "read_whole"]
+__all__ = ["Sink", "borrow", "lacking", "read_all", "read_whole", "writing"]
 
 
 def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
@@ -37,13 +38,14 @@ def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
             index.images[number].need(chunk.begin, chunk.end)
     jobs, odd, size = jobs_of(index.images, sinks)
     for task in odd:
-        _run_odd(index.images[task.image], task)
+        with writing([task.target]):
+            _run_odd(index.images[task.image], task)
     queue, lock, stop = iter(jobs), threading.Lock(), threading.Event()
 
     def work() -> None:
         room = memoryview(bytearray(max((image.room_bytes for image in index.images), default=0)))
         try:
-            with torch.no_grad():
+            with writing(sink.tensor for sink in sinks):
                 while not stop.is_set():
                     with lock:
                         job = next(queue, None)
@@ -64,6 +66,11 @@ def read_all(index: Index, sinks: Sequence[Sink], threads: int) -> int:
         for future in running:
             future.result()
     return size
+
+
+def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """The mode of torch in which tensors can be written: those made under ``inference_mode`` in no other."""
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
 
 
 def _run(job: Job, room: memoryview) -> None:
@@ -97,9 +104,8 @@ def _run(job: Job, room: memoryview) -> None:
 
 def _run_odd(image: Image, task: Task) -> None:
     """A box whose elements do not keep to blocks, whole (only other writers lay out images like that)."""
-    with torch.no_grad():
-        source = borrow(image.range(task.chunk.begin, task.chunk.end)).clone().view(task.view)
-        _fill(task.target, task.low, task.high, task.chunk.sizes, 0, source)
+    source = borrow(image.range(task.chunk.begin, task.chunk.end)).clone().view(task.view)
+    _fill(task.target, task.low, task.high, task.chunk.sizes, 0, source)
 
 
 def _fill(

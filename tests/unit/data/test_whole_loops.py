@@ -317,3 +317,49 @@ def test_a_state_in_the_place_of_a_loader_is_told(tmp_path: Path) -> None:
         assert 'kind="loader"' in str(told.value)
         with pytest.raises(ConfigError, match="no loader 'other'"):
             ckpt.batches("other")
+
+
+def workers(make: Make, between: Callable[[Any, Any, Callable[[Any], None]], Any], folder: Path) -> int:
+    """How many workers there are after a checkpointer was closed, whose loader and loop live on."""
+    loader = make()
+    before, kept = set(multiprocessing.active_children()), list[Any]()
+    during: set[Any] = set()
+
+    def train(ckpt: Any, train: Callable[[Any], None]) -> None:
+        batches = iter(ckpt.batches())
+        for turn in range(2):
+            train(next(batches))
+            ckpt.step()
+            if turn == 0:
+                between(ckpt, batches, kept.append)
+        during.update(set(multiprocessing.active_children()) - before)
+        kept.append(batches)
+
+    Job(folder, ftckpt.Never()).run(loader, train)
+    assert during
+    for child in during:
+        child.join(5)
+    return len(set(multiprocessing.active_children()) - before)
+
+
+def load_again(ckpt: Any, batches: Any, keep: Callable[[Any], None]) -> None:
+    ckpt.save(wait=30)
+    ckpt.resume()
+
+
+def another_loop(ckpt: Any, batches: Any, keep: Callable[[Any], None]) -> None:
+    load_again(ckpt, batches, keep)
+    keep(ckpt.batches())
+
+
+@pytest.mark.covers("I11")
+@pytest.mark.parametrize("loop", [lambda *_: None, load_again, another_loop], ids=["plain", "loaded again", "beside another loop"])
+@pytest.mark.parametrize("kind", ["own", "elastic", "elastic, persistent"])
+def test_workers_end_with_the_checkpointer(tmp_path: Path, kind: str, loop: Any) -> None:
+    def make() -> Any:
+        if kind == "own":
+            return DataLoader(DATA, batch_size=4, num_workers=1)
+        sampler = ElasticSampler(60, batch_size=4)
+        return ElasticLoader(torch.arange(60), sampler, num_workers=1, persistent_workers="persistent" in kind)
+
+    assert workers(make, loop, tmp_path) == 0

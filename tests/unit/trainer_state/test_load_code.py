@@ -223,3 +223,45 @@ def test_a_lazy_module_is_told_to_run_once(tmp_path):
     torch.save(one.state_dict(), tmp_path / "model.pt")
     with TorchFileWeights(str(tmp_path / "model.pt")) as weights, pytest.raises(Mismatch, match=r"a lazy module.*run one forward first"):
         fill(nn.LazyLinear(2), weights)
+
+
+MADE = {
+    "plain": lambda v: torch.full((3, 2), v),
+    "turned": lambda v: torch.full((3, 2), v).T,
+    "expanded": lambda v: torch.full((1, 2), v).expand(3, 2),
+    "conjugate": lambda v: torch.full((3, 2), v + 1j).conj(),
+    "number": lambda v: torch.tensor(v),
+}
+
+
+class Inferred(nn.Linear):
+    """A buffer that was made under ``inference_mode``, which torch itself does not write to outside of it."""
+
+    def __init__(self, value, make, hooked):
+        super().__init__(2, 2)
+        with torch.inference_mode():
+            self.register_buffer("b", make(value))
+        if hooked:
+            self.register_load_state_dict_post_hook(lambda module, keys: setattr(module, "twice", module.weight * 2))
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("kind", MADE)
+def test_a_buffer_made_under_inference_mode_is_filled(kind, hooked):
+    one, two = (Inferred(value, MADE[kind], hooked) for value in (1.0, 5.0))
+    save({"model": one}).load(registry(model=two))
+    assert two.b.is_inference()
+    assert torch.equal(two.b, one.b)
+    assert same(two.weight, one.weight)
+    if hooked:
+        assert not two.twice.is_inference()
+        two.twice.sum().backward()
+    two(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_buffer_made_under_inference_mode_that_would_change_its_shape_is_refused_before_anything_changes():
+    one, two = (Inferred(1.0, lambda v, n=n: torch.full((n,), v), True) for n in (2, 3))
+    weight = two.weight.detach().clone()
+    with pytest.raises(Mismatch, match=r"b has shape \(3,\), stored is \(2,\)"):
+        save({"model": one}).load(registry(model=two))
+    assert same(two.weight, weight)
