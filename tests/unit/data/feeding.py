@@ -10,13 +10,39 @@ import base64
 import json
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ftckpt.data.batches import BatchFeed
 
 warnings.filterwarnings("ignore", message=".*set_vital.*")
+
+
+class Wrapped:
+    """A plain iterable around a shuffled loader, as scripts have them to move batches."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield batch.clone()
+
+
+def loader_of(o: dict[str, Any]) -> Iterable[Any]:
+    own = torch.Generator().manual_seed(3)
+    data: Any = list(range(o["n"]))
+    if o["kind"] == "stateful":
+        workers = o["workers"]
+        return StatefulDataLoader(
+            data, batch_size=3, shuffle=True, num_workers=workers, prefetch_factor=4 if workers else None, generator=own
+        )
+    torch.seed()  # each process has streams of its own
+    return Wrapped(DataLoader(data, batch_size=3, shuffle=True, generator=own if o["kind"] == "wrapped, generator" else None))
 
 
 def main() -> None:
@@ -28,16 +54,8 @@ def main() -> None:
         best = max((k for k in known if k <= count), default=None)
         return None if best is None else (best, known[best])
 
-    loader = StatefulDataLoader(
-        list(range(o["n"])),
-        batch_size=3,
-        shuffle=True,
-        num_workers=o["workers"],
-        prefetch_factor=4 if o["workers"] else None,
-        generator=torch.Generator().manual_seed(3),
-    )
     feed = BatchFeed(
-        loader,
+        loader_of(o),
         journal=lambda ordinal, state: print("J", ordinal, base64.b64encode(state).decode(), flush=True),
         recall=recall,
         position=lambda: included,

@@ -20,8 +20,8 @@ N = 24
 class Trainer:
     """One life of a trainer process."""
 
-    def __init__(self, workers: int, entries: dict[int, str]) -> None:
-        options = {"n": N, "workers": workers, "entries": {str(k): v for k, v in entries.items()}}
+    def __init__(self, kind: str, workers: int, entries: dict[int, str]) -> None:
+        options = {"n": N, "kind": kind, "workers": workers, "entries": {str(k): v for k, v in entries.items()}}
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT)],
             stdin=subprocess.PIPE,
@@ -56,10 +56,10 @@ class Trainer:
 
 @pytest.mark.slow
 @pytest.mark.covers("F46", "F49", "F50", "I12")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_sigkill_at_any_step_of_three_epochs(workers: int) -> None:
+@pytest.mark.parametrize(("kind", "workers"), [("stateful", 0), ("stateful", 2), ("wrapped, torch's stream", 0), ("wrapped, generator", 0)])
+def test_sigkill_at_any_step_of_three_epochs(kind: str, workers: int) -> None:
     entries: dict[int, str] = {}
-    trainer = Trainer(workers, entries)
+    trainer = Trainer(kind, workers, entries)
     committed: list[tuple[int, int]] = []
     fates = iter("c.cKccckc.ccKc.ccc.ckcccc.cc" + "c" * N)  # committed, not, killed and committed by others or not
     included = 0
@@ -69,7 +69,7 @@ def test_sigkill_at_any_step_of_three_epochs(workers: int) -> None:
             fate = next(fates)
             if fate in "kK":
                 trainer.kill()
-                trainer = Trainer(workers, entries)
+                trainer = Trainer(kind, workers, entries)
             if fate in "cK":
                 committed += [(epoch, i) for i in ids]
                 included += 1
