@@ -66,7 +66,7 @@ def tensors(step: int) -> dict[str, np.ndarray[Any, Any]]:
 @contextmanager
 def world(root: Path, *steps: int) -> Iterator[World]:
     """A job with committed generations of these steps."""
-    root.mkdir(exist_ok=True)
+    (root / JOB).mkdir(parents=True, exist_ok=True)  # as a trainer that claims it
     store, log = open_store(str(root)), open_log(None, job=JOB, root_url=str(root))
     made = World(root, store, log, [], [])
     try:
