@@ -38,9 +38,11 @@ def loader_of(o: dict[str, Any]) -> Iterable[Any]:
     data: Any = list(range(o["n"]))
     if o["kind"] == "stateful":
         workers = o["workers"]
-        return StatefulDataLoader(
-            data, batch_size=3, shuffle=True, num_workers=workers, prefetch_factor=4 if workers else None, generator=own
+        ahead = 4 if workers else None
+        found: Iterable[Any] = StatefulDataLoader(
+            data, batch_size=3, shuffle=True, num_workers=workers, prefetch_factor=ahead, generator=own
         )
+        return found
     torch.seed()  # each process has streams of its own
     return Wrapped(DataLoader(data, batch_size=3, shuffle=True, generator=own if o["kind"] == "wrapped, generator" else None))
 
