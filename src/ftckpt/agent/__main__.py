@@ -56,7 +56,7 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
             wiring.guard_log(log, store, config.job)
             on_root = wiring.root_path(config.root) is not None and not config.durable
             journal = journal_path(config)
-            _make_folder(journal.parent, wiring.root_path(config.root))
+            _make_folder(journal.parent, None if config.durable else wiring.root_path(config.root))
             return Agent(config, store, log, journal, on_root=on_root).run(lambda: _say_ready(ready_fd))
         finally:
             log.close()
@@ -64,7 +64,7 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
 
 
 def _make_folder(folder: Path, root: Path | None) -> None:
-    """Make the journal's directory; in a root, none above it: the trainer has claimed the job's."""
+    """Make the journal's directory; in a root none above it, which the trainer has claimed. A first tier may begin anew at any time."""
     try:
         folder.mkdir(parents=root is None, exist_ok=True)
     except FileNotFoundError as e:

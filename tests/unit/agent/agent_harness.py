@@ -42,7 +42,7 @@ class Rig:
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
-        (tmp / "root" / "job").mkdir(parents=True, exist_ok=True)
+        self.claim("job")
         self.clients: list[Trainer] = []
         self.pids: set[int] = set()
 
@@ -70,10 +70,16 @@ class Rig:
         return msgspec.structs.replace(base, **changes)
 
     def trainer(self, config: AgentConfig | None = None, **changes: object) -> Trainer:
-        trainer = Trainer(config or self.config(**changes))  # type: ignore[arg-type]
+        config = config or self.config(**changes)  # type: ignore[arg-type]
+        self.claim(config.job)
+        trainer = Trainer(config)
         self.clients.append(trainer)
         self.pids.add(trainer.client.agent_pid)
         return trainer
+
+    def claim(self, job: str) -> None:
+        """As a trainer does before it starts an agent: the job's directory in the root."""
+        (self.tmp / "root" / job).mkdir(parents=True, exist_ok=True)
 
     def store(self) -> BlobStore:
         return wiring.open_store((self.tmp / "root").as_uri(), create=True)
