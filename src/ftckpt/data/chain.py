@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ftckpt.data.order import Order
+from ftckpt.data.order import Order, require_ordered
 from ftckpt.data.records import Plan
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import DataError
@@ -164,7 +164,9 @@ class Chain:
         elif name == OWN:
             reel = self._only or Reel(self._loader, None, self._order)
         else:
-            reel = Reel(self._make(name), None)
+            other = self._make(name)
+            require_ordered(other)
+            reel = Reel(other, None)
         if spot is not None:
             reel.restore(spot)
         return reel

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
 
 from ftckpt.data.selection import digest_of, indices_of, listed_in
-from ftckpt.data.streams import loaders_in
+from ftckpt.data.streams import held_by
 from ftckpt.data.whole import number_of
 from ftckpt.errors import ConfigError, DataError
 
@@ -43,17 +43,7 @@ def order_of(loader: object) -> Order:
     A seed that a torch generator gives is not in it: it is part of the position, and put back with it; which streams of random numbers
     there are is. The number of workers is where the order depends on it: iterable data sets, which workers share out, and torchdata's
     loaders, whose position is their workers'.
-
-    Raises:
-        ConfigError: its batches come as its workers get done with them, so that no count of them says which they were.
     """
-    for part in (loader, *loaders_in(loader)):
-        if getattr(part, "in_order", None) is False and getattr(part, "num_workers", None):
-            raise ConfigError(
-                f"{type(part).__qualname__}(in_order=False) with workers cannot be the loader: a batch is known by when it comes",
-                now="nothing was changed",
-                todo="leave in_order out",
-            )
     found: Order = {"kind": _kind(loader)}
     dataset = getattr(loader, "dataset", None)
     if (length := _length(loader if dataset is None else dataset)) is not None:
@@ -83,6 +73,21 @@ def order_of(loader: object) -> Order:
     if isinstance(sampler, WeightedRandomSampler):
         found["weights"] = digest_of(sampler.weights)
     return found
+
+
+def require_ordered(loader: object) -> None:
+    """Refuse a loader of which no position can be kept.
+
+    Raises:
+        ConfigError: its batches come as its workers get done with them, so that no count of them says which they were.
+    """
+    for part in (loader, *held_by(loader)):
+        if getattr(part, "in_order", None) is False and getattr(part, "num_workers", None):
+            raise ConfigError(
+                f"{type(part).__qualname__}(in_order=False) with workers cannot be the loader: a batch is known by when it comes",
+                now="nothing was changed",
+                todo="leave in_order out, or say cursor=False: its data then begin anew when this replica starts again",
+            )
 
 
 def keeps_order(loader: DataLoader[Any]) -> bool:

@@ -49,7 +49,7 @@ class Reel:
 
     def __init__(self, loader: Iterable[Any], epochs: int | None, order: Order | None = None) -> None:
         self._loader, self.epochs = loader, epochs
-        self._order = order or order_of(loader)
+        self._order = order_of(loader) if order is None else order
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
         self.once = isinstance(loader, Iterator)
         self._iterator: Iterator[Any] | None = None

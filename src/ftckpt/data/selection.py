@@ -29,16 +29,22 @@ def indices_of(sampler: object, dataset: object) -> str:
 
 def listed_in(sampler: Any) -> str:
     """What is listed in the place of a sampler, or of one of batches, in its order, as a digest; "" where it is no list."""
-    if not isinstance(sampler, Sequence | torch.Tensor | np.ndarray):
+    if not isinstance(sampler, Sequence | torch.Tensor | np.ndarray) or getattr(sampler, "ndim", 1) == 0:
         return ""
     found = xxhash.xxh3_64()
-    listed = sampler if isinstance(sampler, Sequence) else sampler.tolist()
-    if not listed or not hasattr(listed[0], "__len__") or isinstance(listed[0], str):
-        _add(found, listed)
-    else:  # batches, which need not be of one size
-        _add(found, [len(batch) for batch in listed])
-        _add(found, list(chain.from_iterable(batch.tolist() if hasattr(batch, "tolist") else batch for batch in listed)))
+    listed = [_plain(part) for part in (sampler if isinstance(sampler, Sequence) else sampler.tolist())]
+    if any(isinstance(part, list) for part in listed):  # batches, which need not be of one size
+        _add(found, [len(part) if isinstance(part, list) else -1 for part in listed])
+        listed = list(chain.from_iterable(part if isinstance(part, list) else [part] for part in listed))
+    _add(found, listed)
     return found.hexdigest()
+
+
+def _plain(part: Any) -> Any:
+    """One of a list's parts: an index (or a key, or what else a data set takes) as it is, several as a list."""
+    if isinstance(part, torch.Tensor | np.ndarray | np.generic):
+        return part.tolist()
+    return list(part) if isinstance(part, Sequence) and not isinstance(part, str | bytes) else part
 
 
 def digest_of(numbers: Any) -> str:

@@ -27,8 +27,7 @@ NONE = msgspec.Raw(b"null")
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _PLAIN = (type(None), str, bytes, bytearray, int, float, complex, torch.Tensor, np.ndarray, np.generic, type, ModuleType, threading.Thread)
 _MOST_ITEMS, _MOST_OBJECTS = 1024, 4096  # of a container, which has samples if it has more; of all that is looked at
-
-
+_CALLED = ("collate_fn", "worker_init_fn")  # of torch's loaders: what they call on samples and in workers
 _OTHERS = ("ftckpt", "threading", "logging", "multiprocessing")  # modules of classes that hold no data
 
 
@@ -131,6 +130,23 @@ def kept_global() -> Iterator[None]:
         restore_rng(before)
 
 
+def held_by(loader: object) -> list[DataLoader[Any]]:
+    """Torch's loaders that one of another kind holds itself, or in what it goes through (lists, other wrappers)."""
+    found: list[DataLoader[Any]] = []
+    seen = {id(loader): loader}
+    queue = deque([] if isinstance(loader, DataLoader) else [loader])
+    while queue and len(seen) < _MOST_OBJECTS:
+        for _, value in _inside(queue.popleft()):
+            if isinstance(value, _PLAIN) or id(value) in seen or not hasattr(type(value), "__iter__"):
+                continue
+            seen[id(value)] = value
+            if isinstance(value, DataLoader):
+                found.append(value)
+            else:
+                queue.append(value)
+    return found
+
+
 def loaders_in(loader: object) -> list[DataLoader[Any]]:
     """Torch's loaders that can be reached from one of another kind."""
     return [part for part in _reached(loader).values() if isinstance(part, DataLoader)]
@@ -154,21 +170,31 @@ def _going(loader: DataLoader[Any]) -> bool:
 
 
 def _reached(root: object) -> dict[str, Any]:
-    """Generators and torch's loaders by the attributes that lead to them, each once."""
+    """Generators and torch's loaders by the attributes that lead to them, each once.
+
+    What a torch loader calls on samples may belong to somebody who has other loaders, a trainer say: those are none of its own.
+    """
     found: dict[str, Any] = {}
     seen = {id(root): root}  # held, so that no other object has its id
-    queue = deque([("", root)])
-    while queue and len(seen) < _MOST_OBJECTS:
-        path, at = queue.popleft()
+    queue, others = deque([("", root, False)]), deque[tuple[str, Any, bool]]()
+    own = True
+    while (queue or others) and len(seen) < _MOST_OBJECTS:
+        if not queue:
+            queue, others, own = others, queue, False
+        path, at, within = queue.popleft()
+        within = within or isinstance(at, DataLoader)
         for name, value in _inside(at):
             if isinstance(value, _PLAIN) or id(value) in seen or str(type(value).__module__).split(".")[0] in _OTHERS:
                 continue
+            if own and within and (isinstance(at, MethodType) or name in _CALLED):
+                others.append((path, at, within))  # looked at again when all that is its own was
+                continue
             seen[id(value)] = value
             where = f"{path}.{name}" if path else str(name)
-            if isinstance(value, (*_GENERATORS, DataLoader)):
+            if isinstance(value, _GENERATORS) or (own and isinstance(value, DataLoader)):
                 found[where] = value
             if not isinstance(value, _GENERATORS):
-                queue.append((where, value))
+                queue.append((where, value, within))
     return found
 
 

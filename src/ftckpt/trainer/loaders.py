@@ -12,7 +12,7 @@ import msgspec
 from ftckpt.data.batches import BatchFeed
 from ftckpt.data.chain import held, with_orphans
 from ftckpt.data.elastic import ElasticFeed, ElasticLoader
-from ftckpt.data.order import SHARED, Order, order_of, refuse
+from ftckpt.data.order import SHARED, Order, order_of, refuse, require_ordered
 from ftckpt.domain.cursors import Redistribution
 from ftckpt.errors import ConfigError, DataError
 from ftckpt.flows.read import OpenGeneration
@@ -71,8 +71,14 @@ class Loaders:
             )
         if not hasattr(loader, "__iter__") and not isinstance(loader, ElasticLoader):
             raise ConfigError(f"loader {name!r} is a {type(loader).__qualname__}, which gives no batches", todo="give something to iterate")
-        order = loader.sampler.order if isinstance(loader, ElasticLoader) else order_of(loader)
-        self._loader, self.name, self._kept, self.order = loader, name, cursor, order if cursor else None
+        if isinstance(loader, ElasticLoader):
+            order: Order | None = loader.sampler.order
+        elif cursor:
+            require_ordered(loader)
+            order = order_of(loader)
+        else:
+            order = None
+        self._loader, self.name, self._kept, self.order = loader, name, cursor, order
 
     def reordered(self, generation: OpenGeneration, replica: str, rank: int, word: Redistribution) -> tuple[str, ...]:
         """Compare what decides the order of samples with what did when a generation was made, before anything is loaded.
@@ -223,7 +229,7 @@ class Loaders:
             contribute=replica.contribute,
             make=self._policy.make,
             anew=anew,
-            order=self.order,
+            order=self.order if self._kept else {},
             entering=self.entering,
             after=self._feed,
             **options,

@@ -171,6 +171,9 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
         lambda: DataLoader(DATA, batch_sampler=batches(4, 9, 15)), lambda: DataLoader(DATA, batch_sampler=batches(4, 10, 15)),
         "listed .* then, .* now",
     ),
+    "a list of tensors": (
+        torch_loader(sampler=list(torch.arange(N))), torch_loader(sampler=list(torch.arange(N).flip(0))), "listed .* then, .* now",
+    ),
     "weights": (torch_loader(sampler=weighted(*[1.0] * N)), torch_loader(sampler=weighted(*range(1, N + 1))), "weights .* then, .* now"),
 }  # fmt: skip
 
@@ -189,6 +192,8 @@ SAME: dict[str, tuple[Make, Make]] = {
         torch_loader(sampler=SubsetRandomSampler(torch.arange(22, dtype=torch.int32))),  # type: ignore[arg-type]  # works
     ),
     "how a list is kept": (torch_loader(sampler=torch.arange(N)), torch_loader(sampler=torch.arange(N, dtype=torch.int16))),
+    "how the numbers of a list are kept": (torch_loader(sampler=list(torch.arange(N))), torch_loader(sampler=list(np.arange(N)))),
+    "a list of arrays without a dimension": (torch_loader(sampler=[np.array(n) for n in DATA]), torch_loader(sampler=DATA)),
     "how a list of batches is kept": (
         lambda: DataLoader(DATA, batch_sampler=batches(*range(4, N, 4))),
         lambda: DataLoader(DATA, batch_sampler=packed(*range(4, N, 4))),
@@ -324,6 +329,86 @@ def test_a_loader_whose_batches_come_in_any_order_is_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match="in_order=False"):
         loaders.add("loader", kind(DATA, batch_size=4, num_workers=2, in_order=False))
     loaders.add("loader", kind(DATA, batch_size=4, in_order=False))  # without workers there is one order, and nothing was registered
+
+
+@pytest.mark.covers("I4")
+def test_loaders_that_are_not_the_loader_are_none_of_ours() -> None:
+    class Holder:
+        """A trainer: the loader's functions are its own, and so is another loader."""
+
+        def __init__(self) -> None:
+            self.validation = DataLoader(DATA, num_workers=1, in_order=False)
+            self.train = DataLoader(DATA, batch_size=4, collate_fn=self.collate, worker_init_fn=self.enter)
+
+        def collate(self, samples: list[int]) -> list[int]:
+            return samples
+
+        def enter(self, number: int) -> None: ...
+
+    class Wrapper:
+        """Hands on batches of a loader, with another's in the reach of what it calls."""
+
+        def __init__(self, holder: Holder, loader: Any) -> None:
+            self.loader, self.call, self.holder = loader, holder.collate, holder
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.loader)
+
+    holder = Holder()
+    Loaders().add("loader", holder.train)
+    Loaders().add("loader", Wrapper(holder, holder.train))
+    for wrapped in (holder.validation, [holder.train, holder.validation], Wrapper(holder, holder.validation)):
+        with pytest.raises(ConfigError, match="in_order=False"):
+            Loaders().add("loader", Wrapper(holder, wrapped))
+
+
+@pytest.mark.covers("I4")
+def test_a_loader_whose_position_is_not_kept_may_give_batches_in_any_order() -> None:
+    class Untold(DataLoader[int]):
+        def __len__(self) -> int:
+            raise RuntimeError("nobody asks")
+
+    loaders = Loaders()
+    loader = Untold(DATA, batch_size=4, num_workers=1, in_order=False)
+    loaders.add("loader", loader, cursor=False)
+    assert loaders.order is None
+    reel = Reel(loader, 1, {})  # as the feed of such a loader makes it
+    assert sorted(n for _ in range(6) for n in reel.draw().tolist()) == DATA
+    reel.close()
+
+
+@pytest.mark.covers("F47", "I4")
+def test_the_workers_of_loaders_that_are_not_the_loader_are_left_to_them() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.validation = DataLoader(DATA, num_workers=1, persistent_workers=True)
+            self.train = DataLoader(DATA, batch_size=4, shuffle=True, collate_fn=self.collate)
+
+        def collate(self, samples: list[int]) -> list[int]:
+            return samples
+
+    holder = Holder()
+    reel = Reel(holder.train, 2)
+    reel.draw()
+    spot = reel.snapshot()
+    assert len(list(holder.validation)) == N
+    workers = holder.validation._iterator
+    assert workers is not None
+    expected = reel.draw()
+    reel.restore(spot)
+    assert reel.draw() == expected
+    assert holder.validation._iterator is workers
+    reel.close()
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [[[1, 2], 3], [np.array(3), [4]], [1, [2, [3]]], [{1}, {2, 3}], ["a", ["b"]], [], [None], [torch.tensor([1, 2]), torch.tensor(3)]],
+    ids=["mixed", "array", "deep", "sets", "keys", "empty", "none", "tensors"],
+)
+def test_whatever_is_listed_in_the_place_of_a_sampler_can_be_registered(listed: list[Any]) -> None:
+    for loader in (DataLoader(DATA, sampler=listed), DataLoader(DATA, batch_sampler=listed)):
+        assert order_of(loader)["listed"] == order_of(loader)["listed"]
 
 
 @pytest.mark.parametrize(
