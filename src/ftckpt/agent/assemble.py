@@ -97,7 +97,15 @@ class Assemble:
     # ------------------------------------------------------------ rank 0
     def _is_whole(self, written: Written) -> bool:
         """Whether what this rank is said to have no part in was made whole by its agent before this one, which died with it."""
-        return written.claimed and written.job.save.refused is not None and self._store.exists(f"{written.job.directory}/{MANIFEST}")
+        if not written.claimed or written.job.save.refused is None:
+            return False
+        poll = Poll(self._desk, written.job.config.poll_s, time.monotonic() + AFTER_RECEIPTS_S)
+        while True:
+            try:
+                return self._store.exists(f"{written.job.directory}/{MANIFEST}")
+            except StoreError:  # nothing was seen, which is not that nothing is there
+                if not poll.more():
+                    raise
 
     def _assemble(self, written: Written) -> Candidate:
         job = written.job

@@ -86,8 +86,8 @@ class Exchange(TieredStore):
         if self._visiting and kind == CURSORS and not self.first.exists(f"{directory.rpartition('/')[0]}/{INTENT}"):
             return self.durable.put(path, data, if_absent=if_absent)
         stored = self.first.put(path, data, if_absent=if_absent)
-        if stored and kind == RECEIPTS:
-            self.large(path)
+        if kind == RECEIPTS:
+            self.large(path)  # also one that an agent before this one left there and did not copy
         elif stored and (kind == CURSORS or file in _TOLD):
             self.small(path)
         return stored

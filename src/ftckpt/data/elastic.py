@@ -106,6 +106,7 @@ class ElasticLoader:
         if self._fetching is not None:
             self._batches = self._make()  # the one before keeps its workers, where they are persistent
         self._fetching, self._last = None, ((), [])
+        self._ahead.asked.clear()  # guesses of workers that are gone
 
     def _fetch(self, indices: tuple[int, ...], at: tuple[int, int, int]) -> Any:
         """The batch of these indices; what was asked for before it is thrown away."""

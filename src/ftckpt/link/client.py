@@ -195,6 +195,16 @@ class AgentClient(Outbox):
             raise self._inbox.lost or self._inbox.taken_over()
         self.close(0.0)
         new = type(self).open(self.config, on_warning=self._on_warning)
+        try:
+            self._hand_on(new)
+        except BaseException:
+            self._inbox.inherit(new._inbox)  # whoever reopens next tells of the failures
+            new.close(0.0)
+            raise
+        return new
+
+    def _hand_on(self, new: AgentClient) -> None:
+        """What the next agent must know of the one that was lost, and what its client goes on with."""
         new._warned.extendleft(reversed(self._warned))
         new._inbox.inherit(self._inbox)
         died = new.agent_pid != self.agent_pid and not launch.runs(self.agent_pid)
@@ -207,7 +217,6 @@ class AgentClient(Outbox):
                 new.refuse(attempt, trajectory, AgentError(why, now="nothing was committed", todo="see the output of that agent"))
         for table, states in self._layouts:
             new.layout(table, states)
-        return new
 
     def close(self, timeout: float = 5.0) -> None:
         """Say Bye and let go; the agent finishes what is in flight. Does not raise for a dead agent."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Self, TypeVar
 
 import msgspec
@@ -63,7 +64,8 @@ class Agreeing:
                 word = make()
             except Exception as e:  # noqa: BLE001 - raised once the others know
                 word, failed = Word.of(e, 0), e
-        word = msgspec.msgpack.decode(self._group.agree(f"{key}/{self.rounds}", msgspec.msgpack.encode(word)), type=Word)
+        with _outdone(failed):
+            word = msgspec.msgpack.decode(self._group.agree(f"{key}/{self.rounds}", msgspec.msgpack.encode(word)), type=Word)
         _raise_foreign(failed)
         if word.error:
             word.refuse()
@@ -87,10 +89,22 @@ class Agreeing:
             made = make()
         except Exception as e:  # noqa: BLE001 - raised once the others know
             word, failed = Word.of(e, self._group.rank), e
-        self._group.publish(key, msgspec.msgpack.encode(word))
-        said = [msgspec.msgpack.decode(w, type=Word) for w in self._group.collect(key, deadline=deadline)]
+        with _outdone(failed):
+            self._group.publish(key, msgspec.msgpack.encode(word))
+            said = [msgspec.msgpack.decode(w, type=Word) for w in self._group.collect(key, deadline=deadline)]
         _raise_foreign(failed)
         return made, said
+
+
+@contextlib.contextmanager
+def _outdone(error: Exception | None) -> Iterator[None]:
+    """What hinders ranks from telling each other comes second to an error of this one's own."""
+    try:
+        yield
+    except FtckptError as e:
+        if error is not None:
+            raise error from e
+        raise
 
 
 def _raise_foreign(error: Exception | None) -> None:

@@ -58,6 +58,7 @@ class Training:
         loaders.entering = lambda: self._boundary.check("a loop over batches() began", "nothing was drawn")
         self._last: Outcome | None = None  # of the newest committed step
         self._bound, self._bind_at = False, 0.0
+        self._unreturned: SaveHandle | None = None  # of a save that was made though an earlier failure was raised: who tries again means it
         self._held: SaveHandle | None = None  # a save whose capture was not told yet
 
     def begin(self, replica: Replica, report: ResumeReport) -> None:
@@ -93,7 +94,9 @@ class Training:
         with self._raised_last(failure):  # the other ranks of the group may not have it yet, and make their part of this save
             if self._last is None:
                 self._last = _standing(replica)
-            handle = self._save(replica, metrics)
+            made = self._unreturned
+            handle = made if made is not None and made.trajectory == replica.trajectory.h else self._save(replica, metrics)
+            self._unreturned = handle if failure is not None else None
         return handle
 
     def captured(self) -> None:

@@ -22,6 +22,7 @@ from ftckpt.agent.telling import Telling
 from ftckpt.commitlog.memory import MemoryLog
 from ftckpt.domain.names import cursor_file, member_id
 from ftckpt.domain.trajectory import Trajectory, genesis
+from ftckpt.errors import StoreError
 from ftckpt.format.manifest import CURSORS, INTENT, MANIFEST, Cursor, FileInfo, Manifest, Receipt, ShardInfo, encode
 from ftckpt.format.plan import plan_image
 from ftckpt.format.shard import write_shard
@@ -97,6 +98,37 @@ def test_a_whole_save_is_not_given_up_for_a_later_one_while_the_durable_tier_bli
     work = assemble(store)
     work.coming(later)
     assert [r.rank for r in work._receipts(first)] == [0, 1]
+
+
+@pytest.mark.covers("F21", "I11")
+def test_a_receipt_that_an_agent_left_uncopied_is_copied_by_the_next_one() -> None:
+    store, copied = Blinking(), list[str]()
+    store.first.put(path := receipt_path(job(1), 1), b"of the agent before")
+    store.large = copied.append
+    assert not store.put(path, b"has no part", if_absent=True)
+    assert copied == [path]
+    assert store.first.get(path) == b"of the agent before"
+
+
+class Away(MemoryStore):
+    """A store that does not answer the first questions."""
+
+    asked = 0
+
+    def exists(self, path: str) -> bool:
+        self.asked += 1
+        if self.asked < 3:
+            raise StoreError("the store does not answer")
+        return super().exists(path)
+
+
+@pytest.mark.covers("F21", "I13")
+def test_a_store_that_does_not_answer_does_not_say_that_a_save_is_not_whole() -> None:
+    store, of = Away("near"), job(1)
+    of = msgspec.structs.replace(of, save=msgspec.structs.replace(of.save, refused=("AgentError", "died", "", "")))
+    store.put(f"{of.directory}/{MANIFEST}", b"{}")
+    assert assemble(store)._is_whole(Written(job=of, claimed=True))  # type: ignore[arg-type]
+    assert store.asked == 3
 
 
 @pytest.mark.covers("I6", "I13")

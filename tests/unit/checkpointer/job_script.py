@@ -34,6 +34,8 @@ def save(ckpt: Checkpointer, lose_agent: bool) -> None:
         say(event="saved", step=ckpt.save().step)
     except FtckptError as e:
         say(event="failed", kind=type(e).__name__, text=str(e))
+        ckpt.save(wait=True)  # the same save, which its failure has not undone
+        say(event="again", step=ckpt.current_step)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ def test_a_rank_that_has_just_lost_its_agent_makes_its_part_of_a_save_with_the_n
         (told,) = [line for line in lines if line["event"] in ("saved", "failed")]
         assert (told["event"] == "failed") == (number == rank), told
         assert "is lost" in told.get("text", "is lost")
+        assert [line["step"] for line in lines if line["event"] == "again"] == ([3] if number == rank else [])
     assert jobs.steps() == [3, 5, 6]
 
 

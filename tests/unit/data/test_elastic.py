@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -154,6 +154,33 @@ def test_reading_ahead_reads_nothing_twice_while_nothing_changes() -> None:
         loader.take(4 * step, 1, 2)
         loader.take(4 * step, 1, 2)  # the step was not committed
     assert data.reads == 20
+
+
+class Asked(deque[tuple[int, ...]]):
+    """Counts what is asked of the workers."""
+
+    total = 0
+
+    def extend(self, parts: Iterable[tuple[int, ...]]) -> None:
+        before = len(self)
+        super().extend(parts)
+        self.total += len(self) - before
+
+
+@pytest.mark.covers("I11")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_was_closed_goes_on_where_it_was_and_reads_no_further(workers: int) -> None:
+    sampler = ElasticSampler(600, seed=4, batch_size=2, epochs=1)
+    loader = ElasticLoader(torch.arange(600), sampler, num_workers=workers, prefetch_factor=4 if workers else None)
+    asked = loader._ahead.asked = Asked()
+    for step in range(6):
+        got = loader.take(2 * step, 0, 1)
+        assert got is not None
+        assert tuple(got[0].tolist()) == sampler.share(2 * step, 0, 1).indices
+        if step == 2:
+            loader.close()
+    loader.close()
+    assert asked.total <= 6 + 2 * 4 * workers  # and what was guessed, twice
 
 
 def test_micro_batches_are_one_step() -> None:

@@ -135,6 +135,26 @@ def test_a_save_without_a_buffer_advises_to_skip_only_where_that_is_allowed(worl
     assert ("skip" in caught.value.todo) == (world == 1)
 
 
+@pytest.mark.covers("I11", "I14")
+@pytest.mark.parametrize("round_of", ["agree", "each"])
+def test_an_error_of_ones_own_is_not_lost_for_another_rank_that_does_not_come(round_of: str) -> None:
+    def act() -> Any:
+        raise ZeroDivisionError("by nothing")
+
+    def run(group: Group) -> None:
+        group._deadline = 0.5
+        failing = 0 if round_of == "agree" else 1
+        if group.rank == failing and round_of == "each":
+            Agreeing(group).each("load", act, deadline=0.5)
+        elif group.rank == failing:
+            group.agree = lambda *_: group.collect("never", deadline=0.5)  # type: ignore[method-assign, assignment, return-value]
+            Agreeing(group).agree("choice", act)
+
+    (failed,) = (e for e in on_both(run) if e is not None)
+    assert type(failed) is ZeroDivisionError
+    assert isinstance(failed.__cause__, FtckptError)
+
+
 def on_both(what: Any) -> list[Any]:
     """What ``what(group)`` gives or raises on each of two ranks."""
     shared, found = HashStore(), [None, None]
