@@ -89,12 +89,14 @@ def opened(
     """Open a job's root and log for a verb.
 
     Args:
-        must_exist: refuse a job that the root knows nothing of, where the log is the one inside it.
+        must_exist: refuse a job that the root knows nothing of, where the log is the one inside it; else it may begin now.
 
     Raises:
         ConfigError: settings, or the root is another job's. NotFound: no such root or job. StoreError: it cannot be read.
     """
     given = settings(job, root, log, file, timeout)
+    if not must_exist:
+        wiring.refuse_former(given.job, given.root, given.durable)
     durable = wiring.durable_tier(given)
     store = wiring.open_root(given.root, durable, acknowledge=given.acknowledge)
     url = wiring.log_url(given.log, job=given.job, root_url=wiring.home(given.root, durable))

@@ -14,6 +14,11 @@ _GENERATION = re.compile(r"s(\d{9,})-([0-9a-f]{8})-([0-9a-f]{8})")
 RESERVED = frozenset({"none", "null", "default"})
 
 
+def is_name(text: str) -> bool:
+    """Whether a job or a replica could be called so."""
+    return _JOB.fullmatch(text) is not None and text.lower() not in RESERVED and ".." not in text
+
+
 def check_name(kind: str, name: str) -> str:
     """Return ``name`` if it can stand in paths and keys.
 
@@ -24,7 +29,7 @@ def check_name(kind: str, name: str) -> str:
     Raises:
         ConfigError: it is empty, reserved or has other characters than letters, digits, ``.``, ``_`` and ``-``.
     """
-    if not _JOB.fullmatch(name) or name.lower() in RESERVED or ".." in name:
+    if not is_name(name):
         raise ConfigError(
             f"{kind} name {name!r} cannot be used",
             now="nothing was changed",

@@ -176,6 +176,7 @@ def _resume(settings: Settings, log: CommitLog) -> Iterator[Check]:
             kind = wiring.log_url(settings.log, job=settings.job, root_url=home).partition(":")[0]
             wiring.check_marker(marker, wiring.Marker(job=settings.job, log_kind=kind, log=wiring.vouching(log)), store.url)
         else:
+            wiring.refuse_former(settings.job, settings.root, settings.durable)
             wiring.check_room(store, settings.job, new_job=settings.new_job)
         choice = choose(log, store, settings.job)
         yield Check(name="resume", grade="ok", text=choice.reasons[0] + (_HEADERS if choice.location else ""))

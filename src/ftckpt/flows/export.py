@@ -101,18 +101,15 @@ def leave_out(found: Mapping[str, str], what: str) -> dict[str, str]:
 
 
 @contextmanager
-def new_directory(out: str | os.PathLike[str], job: str) -> Iterator[Path]:
+def new_directory(out: str | os.PathLike[str]) -> Iterator[Path]:
     """A new directory to write into; durable and under its name only when the block has ended without an error.
 
-    Args:
-        job: whose generation it is; no root of it is written into.
-
     Raises:
-        ConfigError: there is something already, or it lies in a root. StoreError: it cannot be made or written; as for a root, its parent must be there, for what
+        ConfigError: there is something already, or it lies in a job's directory or beside one. StoreError: it cannot be made or written; as for a root, its parent must be there, for what
             is missing may be a mount.
     """
     target = Path(out).expanduser().absolute()
-    wiring.refuse_inside(target, beside=job)
+    wiring.refuse_inside(target, beside=True)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already", now="nothing was written", todo="name a new or an empty directory")
     if not target.parent.is_dir():

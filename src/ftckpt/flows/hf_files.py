@@ -66,7 +66,7 @@ def write_model(
     """
     began = time.monotonic()
     files = file_names(items, max_shard_bytes, file_map)
-    with new_directory(out, generation.job) as folder:
+    with new_directory(out) as folder:
         _write_files(folder, files, _metadata(generation, state), progress or (lambda file, n: None))
         sizes = written_files(folder)
     return ExportReport.of(generation, out, sizes, format="hf", tensors=len(items), began=began, states=(state,))

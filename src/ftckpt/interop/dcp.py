@@ -257,7 +257,7 @@ def export_dcp(
         unsupported,
     )
     nested = filled(_kept(stored), view.whole)
-    with new_directory(out, generation.job) as folder, warnings.catch_warnings():
+    with new_directory(out) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP says that it assumes a single process, which is meant
         try:
             save(nested, storage_writer=FileSystemWriter(folder, sync_files=True), planner=_Planner(progress or _silent), no_dist=True)

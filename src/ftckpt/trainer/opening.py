@@ -29,6 +29,7 @@ from ftckpt.wiring import (
     open_root,
     open_store,
     read_marker,
+    refuse_former,
     root_path,
     vouching,
 )
@@ -62,6 +63,8 @@ def open_parts(settings: Settings, *, write: bool) -> Opened:
     Raises:
         ConfigError, NotFound, StoreError: the root or the log's URL cannot be used. DeadlineExceeded: ranks are missing.
     """
+    if write:
+        refuse_former(settings.job, settings.root, settings.durable)
     with ExitStack() as undo:
         durable = settings.durable if write else durable_tier(settings)
         if durable and write:

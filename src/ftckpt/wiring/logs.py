@@ -46,7 +46,7 @@ def log_url(log: str | None, *, job: str, root_url: str) -> str:
             now="nothing was changed",
             todo=f"use one of {', '.join(s + '://' for s in LOG_SCHEMES)}, or leave it out for SQLite beside the generations",
         )
-    return log
+    return scheme + log[len(scheme) :]
 
 
 def open_log(log: str | None, *, job: str, root_url: str, timeout: float = LOG_TIMEOUT_S) -> CommitLog:
@@ -66,7 +66,7 @@ def open_log(log: str | None, *, job: str, root_url: str, timeout: float = LOG_T
     if scheme == "sqlite":
         from ftckpt.commitlog.sqlite import SqliteLog
 
-        return SqliteLog(_sqlite_path(url, job, given=bool(log)), job, timeout=timeout)
+        return SqliteLog(_sqlite_path(url, job, root_url, given=bool(log)), job, timeout=timeout)
     if scheme == "memory":
         from ftckpt.commitlog.memory import MemoryLog
 
@@ -97,8 +97,8 @@ def _path_of(url: str) -> Path:
     return Path("/" + unquote(url.removeprefix("sqlite://"), errors="surrogateescape").lstrip("/"))
 
 
-def _sqlite_path(url: str, job: str, *, given: bool) -> Path:
-    """The file of an SQLite log; one that was given explicitly is absolute, in a directory that exists (or is the job's own in a root)."""
+def _sqlite_path(url: str, job: str, root_url: str, *, given: bool) -> Path:
+    """The file of an SQLite log; one that was given explicitly is absolute, in a directory that exists (or is the job's own in its root)."""
     text, path = unquote(url.removeprefix("sqlite://"), errors="surrogateescape"), _path_of(url)
     if given and not text.startswith("/"):
         raise ConfigError(
@@ -106,11 +106,16 @@ def _sqlite_path(url: str, job: str, *, given: bool) -> Path:
             now="nothing was changed",
             todo=f"write sqlite:///absolute/path, e.g. sqlite://{Path(text).absolute()}",
         )
-    embedded = path.parts[-2:] == (job, LOG_FILE) and os.path.isdir(path.parent.parent)
-    if given and not os.path.isdir(path.parent) and not embedded:
+    if given and not os.path.isdir(path.parent) and not _embedded(path, job, root_url):
         raise ConfigError(
             f"log {url!r}: there is no directory {path.parent}",
             now="nothing was changed",
             todo="check the path, and that it is mounted; for a new log make the directory",
         )
     return path
+
+
+def _embedded(path: Path, job: str, root_url: str) -> bool:
+    """Whether it is where the log of a job is by default, in a root that is there: the job's start makes that directory."""
+    root = root_path(root_url) if root_url else None
+    return root is not None and os.path.isdir(root) and os.path.realpath(path) == os.path.realpath(root / job / LOG_FILE)

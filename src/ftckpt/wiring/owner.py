@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from ftckpt.config import Settings
-from ftckpt.domain.names import GenerationName, check_name, generations_dir
+from ftckpt.domain.names import GenerationName, check_name, generations_dir, is_name
 from ftckpt.errors import ConfigError, Damaged, NotFound, StoreError
 from ftckpt.format.manifest import INTENT, MANIFEST, decode, encode
 from ftckpt.ports import BlobStore, CommitLog
 from ftckpt.stores.tiered import FIRST, TieredStore, tiers_of
-from ftckpt.wiring.stores import open_store, root_path, same_root
+from ftckpt.wiring.stores import former_path, open_store, root_path, same_root
 
 logger = logging.getLogger("ftckpt")
 
@@ -38,12 +37,12 @@ def jobs_in(store: BlobStore) -> list[str]:
     return [name for name in store.listdir() if store.exists(f"{name}/{MARKER}") or store.listdir(generations_dir(name))]
 
 
-def refuse_inside(place: str | os.PathLike[str], *, beside: str | None = None) -> None:
+def refuse_inside(place: str | os.PathLike[str], *, beside: bool = False) -> None:
     """Check that a directory to be written to does not lie in what is a job's own; places that are no directories are none of ours.
 
     Args:
         place: path or URL.
-        beside: refuse a place beside jobs, too: anywhere in a root of this job, or straight in a root of any.
+        beside: refuse a place beside jobs, too: straight in a root, under a name that a job could have.
 
     Raises:
         ConfigError: it lies in a job's directory or in a generation's (or in a root, see ``beside``).
@@ -54,14 +53,35 @@ def refuse_inside(place: str | os.PathLike[str], *, beside: str | None = None) -
     for above in (here, *here.parents):
         if _is_ours(above):
             raise _inside(here, f"in {above}, which is ftckpt's own")
-    if beside is not None:
-        jobs: Iterable[Path] = (*(above / beside for above in here.parents), *_directories(here.parent))
-        if (found := next(filter(_is_ours, jobs), None)) is not None:
-            raise _inside(here, f"in {found.parent}, which is the root of job {found.name!r}")
+    if beside and is_name(here.name) and (found := next(filter(_is_ours, _directories(here.parent)), None)) is not None:
+        raise _inside(
+            here, f"in {found.parent}, which is the root of job {found.name!r}", "name a directory in another place, or one further down"
+        )
 
 
-def _inside(place: Path, where: str) -> ConfigError:
-    return ConfigError(f"{place} lies {where}", now="nothing was written", todo="name a directory outside of any root")
+def refuse_former(job: str, *roots: str) -> None:
+    """Check that no job begins where a plain path leads now, while it is where earlier releases took that path to lead.
+
+    Args:
+        job: that has nothing in the root yet.
+        roots: as they were given; empty ones are none.
+
+    Raises:
+        ConfigError: it has something there; names both places.
+    """
+    for root in roots:
+        before, now = former_path(root), root_path(root) if root else None
+        if before is not None and now is not None and _is_ours(before / job) and not _is_ours(now / job):
+            raise ConfigError(
+                f"root {root!r} is {now} now, which has nothing of job {job!r}; earlier releases took it for {before}, which has",
+                now="nothing was written",
+                todo=f"to go on with that job: root={before.as_uri()!r}, or move {before / job} to {now / job}; "
+                f"for a new job in {now}: root={now.as_uri()!r}",
+            )
+
+
+def _inside(place: Path, where: str, todo: str = "name a directory outside of any job's") -> ConfigError:
+    return ConfigError(f"{place} lies {where}", now="nothing was written", todo=todo)
 
 
 def _is_ours(place: Path) -> bool:

@@ -26,9 +26,11 @@ def root_as_url(root: str) -> str:
         raise ConfigError(
             "no root is given", now="nothing was changed", todo="pass root=..., --root or FTCKPT_ROOT: a path or a file:// URL"
         )
-    scheme, colon, rest = root.partition(":")
-    if not (colon and scheme in STORE_SCHEMES) and "://" not in root:
-        return Path(os.path.abspath(os.path.expanduser(root))).as_uri()
+    if _is_plain(root):
+        return Path(_absolute(root)).as_uri()
+    scheme, _, rest = root.partition(":")
+    scheme = scheme.lower()
+    root = f"{scheme}:{rest}"
     if scheme not in STORE_SCHEMES:
         raise ConfigError(
             f"root {root!r}: there is no store for {scheme}://",
@@ -41,6 +43,27 @@ def root_as_url(root: str) -> str:
     if scheme == "file":
         _check_file_url(root)
     return root
+
+
+def former_path(root: str) -> Path | None:
+    """Which directory earlier releases took a plain path for, which they read as part of a URL; None where it is the same, and for URLs."""
+    if not root or not _is_plain(root):
+        return None
+    path = _absolute(root)
+    try:
+        before = unquote(urlsplit(f"file://{path}").path)
+    except ValueError:
+        return None
+    return Path(before) if before != path and "\0" not in before else None
+
+
+def _is_plain(root: str) -> bool:
+    scheme, colon, _ = root.partition(":")
+    return not (colon and scheme.lower() in STORE_SCHEMES) and "://" not in root
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _check_file_url(root: str) -> None:
@@ -65,6 +88,8 @@ def same_root(one: str, other: str) -> bool:
     """Whether two roots are the same place, however they are written; options of a URL aside."""
 
     def place(root: str) -> str:
+        scheme, colon, rest = root.partition(":")
+        root = scheme.lower() + colon + rest
         if not root.startswith("file://"):
             return root.partition("?")[0]
         return os.path.abspath(unquote(root.removeprefix("file://").removeprefix("localhost"), errors="surrogateescape"))

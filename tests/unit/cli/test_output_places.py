@@ -58,12 +58,22 @@ def test_other_roots_and_copied_generations_are_no_place_for_an_export_either(
     shutil.copytree(job.root / job.path(job.entries[0]), tmp_path / "copy" / location)
     (tmp_path / "others" / "eval").mkdir(parents=True)
     (tmp_path / "others" / "eval" / "job.json").write_text('{"job": "eval", "log_kind": "etcd"}')
-    (tmp_path / "tier" / "deep").mkdir(parents=True)
     (tmp_path / "tier" / JOB / "generations" / location).mkdir(parents=True)
-    for place in (f"copy/{location}/out", "others/out", "others/eval/out", "tier/deep/out"):
+    for place in (f"copy/{location}/out", "others/out", "others/eval/out", "others/eval/deep/out", "tier/out"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
         said = refused(capfd, job, "export", JOB, "--root", job.root, "--out", tmp_path / place)
         assert f"{tmp_path}/{place} lies in " in said, said
     assert not list(tmp_path.rglob("*out*"))
+
+
+@pytest.mark.covers("A8")
+@pytest.mark.parametrize("place", ["exports/out", "exports/deep/out", ".out", "my out"])
+def test_below_a_root_is_a_place_for_what_no_job_could_be(job: World, place: str) -> None:
+    (job.root / place).parent.mkdir(parents=True, exist_ok=True)
+    before = wiring.jobs_in(job.store), sorted((job.root / JOB).rglob("*"))
+    assert cli.call(["export", JOB, "--root", str(job.root), "--out", str(job.root / place)]) == 0
+    assert (job.root / place / "model.safetensors").is_file()
+    assert (wiring.jobs_in(job.store), sorted((job.root / JOB).rglob("*"))) == before
 
 
 @pytest.mark.covers("A8")

@@ -9,13 +9,18 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from ftckpt import cli
 from ftckpt.config import load
 from ftckpt.domain.choice import Fresh
 from ftckpt.domain.trajectory import genesis
 from ftckpt.errors import ConfigError, Damaged, NotFound, ProgressExists, StoreError
+from ftckpt.flows.doctor import _resume
 from ftckpt.flows.select import choose
 from ftckpt.testing.generations import open_entry
+from ftckpt.trainer.opening import open_parts
 from ftckpt.wiring import (
     agent_config,
     claim_root,
@@ -25,6 +30,7 @@ from ftckpt.wiring import (
     open_store,
     read_marker,
     read_secret,
+    refuse_former,
     root_as_url,
     root_path,
     vouching,
@@ -65,6 +71,60 @@ def test_a_url_that_would_be_read_as_another_place_is_refused(root: str) -> None
         with pytest.raises(ConfigError) as error:
             call(root)
         assert "write" in error.value.todo
+
+
+@pytest.mark.covers("I8", "F31")
+@pytest.mark.parametrize(
+    ("name", "before"), [("run#3", "run"), ("run?3", "run"), ("run%20b", "run b")], ids=["hash", "question", "percent"]
+)
+def test_a_job_does_not_begin_anew_where_a_plain_path_leads_now(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, before: str
+) -> None:
+    (tmp_path / name).mkdir()
+    now, then = str(tmp_path / name), tmp_path / before
+    settings = load({"job": JOB, "root": now, "new_job": True}, env={})
+    refuse_former(JOB, now, "")  # nothing is there
+    with world(then, 5):
+        for call in (
+            lambda: refuse_former(JOB, "memory://x", now),
+            lambda: open_parts(settings, write=True),
+            lambda: next(iter(_resume(settings, None))),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ConfigError) as refused:
+                call()
+            assert f"{now} now" in refused.value.what
+            assert f"took it for {then}, which has" in refused.value.what
+            assert f"root={then.as_uri()!r}" in refused.value.todo
+        for verb in (["import", JOB, "--from", f"{tmp_path}/w.safetensors"], ["resume", JOB, "--fresh"]):
+            save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+            assert cli.call([*verb, "--root", now, "--new-job"] if verb[0] == "import" else [*verb, "--root", now]) == ConfigError.exit_code
+            assert f"took it for {then}" in capfd.readouterr().err
+        assert not list((tmp_path / name).iterdir())
+        refuse_former("another", now)
+        refuse_former(JOB, (tmp_path / name).as_uri())  # a URL says which
+        refuse_former(JOB, str(then), then.as_uri())
+        shutil.copytree(then / JOB, tmp_path / name / JOB)
+        refuse_former(JOB, now)  # it is there now
+
+
+@pytest.mark.covers("F78")
+def test_schemes_may_be_written_in_capitals(tmp_path: Path) -> None:
+    assert root_as_url("S3://Bucket/P") == "s3://Bucket/P"
+    assert root_path(f"FILE://{tmp_path}") == tmp_path
+    assert same_root("S3://b/p", "s3://b/p")
+    assert not same_root("s3://B/p", "s3://b/p")
+    assert log_path("SQLITE:///A/b", job=JOB, root_url=str(tmp_path)) == Path("/A/b")
+
+
+@pytest.mark.covers("F78", "I8")
+def test_a_log_in_a_directory_that_nobody_makes_is_refused_whatever_its_name(tmp_path: Path) -> None:
+    for folder in ("root", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    with pytest.raises(ConfigError, match="there is no directory"):
+        open_log(f"sqlite://{tmp_path}/other/{JOB}/commit-log.sqlite3", job=JOB, root_url=str(tmp_path / "root"))
+    for root in ("root", "link"):  # a job's start makes this one
+        open_log(f"sqlite://{tmp_path}/root/{JOB}/commit-log.sqlite3", job=JOB, root_url=str(tmp_path / root)).close()
 
 
 @pytest.mark.covers("F31")
