@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ftckpt.data.chain import Chain, repeatable
 from ftckpt.data.records import Plan
 from ftckpt.data.reel import END, Reel
+from ftckpt.data.streams import unmoved
 from ftckpt.errors import DataError
 
 
@@ -30,6 +31,7 @@ class Deck:
         recall: newest journalled (ordinal, state) with ordinal <= the given count, or None.
         after_seek: called after the loader was moved, before it is drawn from (to restore random streams).
         anew: whether the loader begins anew where it cannot be put where the state says; it is told why. None: never.
+        generators: that are as the state says, whatever the loader draws from them while it is moved.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Deck:
         recall: Callable[[int], tuple[int, bytes] | None],
         after_seek: Callable[[], None] | None = None,
         anew: Callable[[str], bool] | None = None,
+        generators: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self._reel, self._journal, self._recall = reel, journal, recall
-        self._after_seek, self._anew = after_seek, anew
+        self._after_seek, self._anew, self._generators = after_seek, anew, generators
         self._held: deque[Held] = deque()
         self._at: int | None = None  # draws that the loader has made; None: it was not opened yet
         self._uncounted: tuple[int | None, Any] | None = None  # of how many epochs, and the batch
@@ -105,7 +108,8 @@ class Deck:
     def _seek(self, ordinal: int) -> None:
         """Put the loader where ``ordinal`` draws have been made; where that cannot be and it may, begin anew."""
         try:
-            self._go(ordinal)
+            with unmoved(self._generators()):
+                self._go(ordinal)
         except DataError as e:
             if self._anew is None or not self._anew(e.what):
                 raise

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, WeightedRandomSampler
 
+from ftckpt.data.reached import held_by
 from ftckpt.data.selection import digest_of, indices_of, listed_in
-from ftckpt.data.streams import held_by
 from ftckpt.data.whole import number_of
 from ftckpt.errors import ConfigError, DataError
 

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 
 from ftckpt.data.intent import plan_of
 from ftckpt.data.order import Order, keeps_order, order_of, refuse
+from ftckpt.data.reached import generators_in, loaders_in
 from ftckpt.data.records import Plan
 from ftckpt.data.spot import SPOT_VERSION, Spot, read_spot
-from ftckpt.data.streams import NONE, Began, Streams, kept_global, loaders_in, seedless
+from ftckpt.data.streams import NONE, Began, Streams, kept_global, seedless, unmoved
 from ftckpt.errors import DataError
 from ftckpt.trainer.inline import decode_value, encode_value
 
@@ -125,8 +126,9 @@ class Reel:
                 self.index -= 1
             return batch
         spot = self.snapshot()
-        batch = self.draw()
-        self.restore(spot)
+        with unmoved(generators_in(self._loader)):
+            batch = self.draw()
+            self.restore(spot)
         return batch
 
     def snapshot(self) -> bytes:
@@ -214,10 +216,10 @@ class Reel:
         with self._epoch_begins() as derived, nullcontext() if began is None else began.put(self._loader):
             streams = Streams(self._loader, derived)
             self._iterator = iter(self._loader)
+            streams.watch(self._iterator)
             batch = next(self._iterator)
             if self.index == 0:  # else it is an iterator, which began before
-                self._began, moved = streams.kept()
-                self.unrepeatable = moved and self.counted
+                self._began, self.unrepeatable = streams.kept()
         return batch
 
     def _recount(self, epoch: int, index: int, began: msgspec.Raw = NONE) -> None:

@@ -1,34 +1,34 @@
 """Random streams that a loader without a state may draw its order from: as they were when an epoch began, and put back there. Moves no loader.
 
-They are python's, NumPy's and torch's global streams, and the generators that can be reached from the loader by attributes.
+They are python's, NumPy's and torch's global streams, and the generators that can be reached from the loader by attributes. Kept are
+those alone that its order moved: who else holds a generator that the loader can reach finds it as it was.
 """
 
 from __future__ import annotations
 
 import functools
-import random
-import threading
-from collections import deque
+import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType, ModuleType
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from ftckpt.data.reached import reached
 from ftckpt.errors import DataError, FtckptError
 from ftckpt.trainer.inline import decode_value, encode_value
-from ftckpt.trainer.rng import capture_rng, generator_state, host_rng, restore_rng, set_generator_state
+from ftckpt.trainer.rng import GENERATORS, capture_rng, generator_state, host_rng, restore_rng, set_generator_state
+
+logger = logging.getLogger("ftckpt")
 
 NONE = msgspec.Raw(b"null")
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_PLAIN = (type(None), str, bytes, bytearray, int, float, complex, torch.Tensor, np.ndarray, np.generic, type, ModuleType, threading.Thread)
-_MOST_ITEMS, _MOST_OBJECTS = 1024, 4096  # of a container, which has samples if it has more; of all that is looked at
-_CALLED = ("collate_fn", "worker_init_fn")  # of torch's loaders: what they call on samples and in workers
-_OTHERS = ("ftckpt", "threading", "logging", "multiprocessing")  # modules of classes that hold no data
+KEPT_BYTES = 64 << 10  # of generators, at most: each draw's entry has them
+
+
+_Name = tuple[str, str]  # "global" or "own", and which
 
 
 class Streams:
@@ -40,25 +40,76 @@ class Streams:
     """
 
     def __init__(self, loader: object, derived: Iterable[object] = ()) -> None:
-        found, known = _reached(loader), {id(g) for g in derived}
-        self._global = _global()
-        if known:
-            del self._global["torch"]
-        states = {path: _state(g) for path, g in found.items() if isinstance(g, _GENERATORS) and id(g) not in known}
-        self._own = {path: state for path, state in states.items() if state is not None}
+        found, known = reached(loader), {id(g) for g in derived}
+        self._loader, self._seeded = loader, bool(known)
+        self._own = {path: g for path, g in found.items() if isinstance(g, GENERATORS) and id(g) not in known}
         self._going = [path for path, part in found.items() if isinstance(part, DataLoader) and _going(part)]
+        self._began = self._since = self._now()
+        self._moved: set[_Name] = set()
+        self._ordered = False  # what moves from here on is not the order's
+
+    def watch(self, iterator: Any) -> None:
+        """Tell its order from its samples, which a torch loader without workers takes from its data set in this very process.
+
+        Args:
+            iterator: the epoch's, just made.
+        """
+        indices, loader = getattr(iterator, "_sampler_iter", None), self._loader
+        if indices is None or not isinstance(loader, DataLoader) or loader.num_workers or isinstance(loader.dataset, IterableDataset):
+            return
+        self._note()
+        self._ordered = True
+        iterator._sampler_iter = _First(iterator, indices, self)
 
     def kept(self) -> tuple[msgspec.Raw, bool]:
-        """What has to be kept of them, now that the epoch has given its first batch: of the global ones those that it has moved.
+        """What has to be kept of them, now that the epoch has given its first batch: those that its order has moved.
 
         Returns:
             JSON, null for nothing; whether a global one is in it.
         """
-        now = _global()
-        moved = {name: state for name, state in self._global.items() if state != now[name]}
-        if not (moved or self._own or self._going):
-            return NONE, False
-        return msgspec.Raw(msgspec.json.encode({"global": moved, "own": self._own, "going": self._going})), bool(moved)
+        if not self._ordered:
+            self._note()
+        doc: dict[str, Any] = {"global": {}, "own": {}, "going": self._going}
+        for kind, name in sorted(self._moved):
+            doc[kind][name] = self._began[kind, name]
+        if len(msgspec.json.encode(doc["own"])) > KEPT_BYTES:
+            _too_many(type(self._loader).__qualname__)
+            doc["own"] = {}
+        return (msgspec.Raw(msgspec.json.encode(doc)) if any(doc.values()) else NONE), bool(doc["global"])
+
+    def begin(self) -> None:
+        """From here on whatever moves is moved by the order."""
+        self._since = self._now()
+
+    def end(self) -> None:
+        """Up to here."""
+        self._note()
+
+    def _note(self) -> None:
+        now = self._now()
+        self._moved |= {name for name, state in self._since.items() if now.get(name) != state}
+
+    def _now(self) -> dict[_Name, object]:
+        host = {("global", name): state for name, state in _global().items() if name != "torch" or not self._seeded}
+        return host | {("own", path): state for path, g in self._own.items() if (state := _state(g)) is not None}
+
+
+class _First:
+    """In the place of a torch iterator's indices, for the first that it takes."""
+
+    def __init__(self, iterator: Any, indices: Iterator[Any], streams: Streams) -> None:
+        self._iterator, self._indices, self._streams = iterator, indices, streams
+
+    def __iter__(self) -> _First:
+        return self
+
+    def __next__(self) -> Any:
+        self._iterator._sampler_iter = self._indices
+        self._streams.begin()
+        try:
+            return next(self._indices)
+        finally:
+            self._streams.end()
 
 
 class Began:
@@ -75,7 +126,7 @@ class Began:
 
     def lacks(self, loader: object) -> list[str]:
         """Which generators cannot be reached (yet: a loader may make them when it is first gone through)."""
-        return sorted(self._own.keys() - _reached(loader).keys())
+        return sorted(self._own.keys() - reached(loader).keys())
 
     @contextmanager
     def put(self, loader: object) -> Iterator[None]:
@@ -90,7 +141,7 @@ class Began:
                 now="its position cannot be found again",
                 todo='make the loader as it was made before, or let the position go on purpose with resume(data="restart")',
             )
-        found = _reached(loader)
+        found = reached(loader)
         loaders = [(path, part) for path, part in found.items() if isinstance(part, DataLoader)]
         for _, part in loaders:
             if _going(part):
@@ -109,15 +160,31 @@ class Began:
 
 @contextmanager
 def seedless(loaders: Iterable[DataLoader[Any]]) -> Iterator[None]:
-    """Around the creation of iterators of torch loaders that shall not draw the seed of their workers from the stream they share with others."""
+    """Around the creation of iterators of torch loaders that shall not draw the seed of their workers from the stream they share with others.
+
+    It comes of that stream's state all the same, so that it is another one where the stream is: on other ranks, and at another start.
+    """
     before = [(loader, loader.generator) for loader in loaders]
     try:
-        for loader, _ in before:
-            loader.generator = torch.Generator()
+        for loader, generator in before:
+            state = (torch.default_generator if generator is None else generator).get_state()
+            seed = hashlib.sha256(b"ftckpt workers\0" + state.numpy().tobytes()).digest()[:8]
+            loader.generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
         yield
     finally:
         for loader, generator in before:
             loader.generator = generator
+
+
+@contextmanager
+def unmoved(generators: Iterable[Any]) -> Iterator[None]:
+    """Leaves generators as they were."""
+    before = [(generator, state) for generator in generators if (state := _state(generator)) is not None]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            set_generator_state(generator, decode_value(state))
 
 
 @contextmanager
@@ -130,28 +197,6 @@ def kept_global() -> Iterator[None]:
         restore_rng(before)
 
 
-def held_by(loader: object) -> list[DataLoader[Any]]:
-    """Torch's loaders that one of another kind holds itself, or in what it goes through (lists, other wrappers)."""
-    found: list[DataLoader[Any]] = []
-    seen = {id(loader): loader}
-    queue = deque([] if isinstance(loader, DataLoader) else [loader])
-    while queue and len(seen) < _MOST_OBJECTS:
-        for _, value in _inside(queue.popleft()):
-            if isinstance(value, _PLAIN) or id(value) in seen or not hasattr(type(value), "__iter__"):
-                continue
-            seen[id(value)] = value
-            if isinstance(value, DataLoader):
-                found.append(value)
-            else:
-                queue.append(value)
-    return found
-
-
-def loaders_in(loader: object) -> list[DataLoader[Any]]:
-    """Torch's loaders that can be reached from one of another kind."""
-    return [part for part in _reached(loader).values() if isinstance(part, DataLoader)]
-
-
 def _global() -> dict[str, object]:
     return {name: encode_value(state, name) for name, state in host_rng().items()}
 
@@ -160,61 +205,20 @@ def _state(generator: object) -> object:
     """Its state as it is kept; None for one that has none (of the system's random numbers, or of a class of one's own)."""
     try:
         return encode_value(generator_state(generator))
-    except (NotImplementedError, TypeError, ValueError, FtckptError):
+    except Exception:  # noqa: BLE001 - of whatever class it is
         return None
+
+
+@functools.cache
+def _too_many(kind: str) -> None:
+    logger.warning(
+        "%s draws its order from generators whose states are more than %d kB: they are not part of its position, and a start goes on exactly only "
+        "if they are seeded for each epoch; use fewer, or give the loader a state_dict",
+        kind,
+        KEPT_BYTES >> 10,
+    )
 
 
 def _going(loader: DataLoader[Any]) -> bool:
     """Whether its next epoch goes on with workers that it has: it draws no seed for them then."""
-    return loader.persistent_workers and loader._iterator is not None
-
-
-def _reached(root: object) -> dict[str, Any]:
-    """Generators and torch's loaders by the attributes that lead to them, each once.
-
-    What a torch loader calls on samples may belong to somebody who has other loaders, a trainer say: those are none of its own.
-    """
-    found: dict[str, Any] = {}
-    seen = {id(root): root}  # held, so that no other object has its id
-    queue, others = deque([("", root, False)]), deque[tuple[str, Any, bool]]()
-    own = True
-    while (queue or others) and len(seen) < _MOST_OBJECTS:
-        if not queue:
-            queue, others, own = others, queue, False
-        path, at, within = queue.popleft()
-        within = within or isinstance(at, DataLoader)
-        for name, value in _inside(at):
-            if isinstance(value, _PLAIN) or id(value) in seen or str(type(value).__module__).split(".")[0] in _OTHERS:
-                continue
-            if own and within and (isinstance(at, MethodType) or name in _CALLED):
-                others.append((path, at, within))  # looked at again when all that is its own was
-                continue
-            seen[id(value)] = value
-            where = f"{path}.{name}" if path else str(name)
-            if isinstance(value, _GENERATORS) or (own and isinstance(value, DataLoader)):
-                found[where] = value
-            if not isinstance(value, _GENERATORS):
-                queue.append((where, value, within))
-    return found
-
-
-def _inside(at: Any) -> list[tuple[Any, Any]]:
-    """What an object holds, by name; nothing of what calls its code."""
-    if isinstance(at, dict):
-        held = [(key if isinstance(key, str) else n, value) for n, (key, value) in enumerate(at.items())] if len(at) <= _MOST_ITEMS else []
-        return [*held, *getattr(at, "__dict__", {}).items()]
-    if isinstance(at, list | tuple):
-        held = list(enumerate(at)) if len(at) <= _MOST_ITEMS else []
-        return [*held, *getattr(at, "__dict__", {}).items()]
-    if isinstance(at, functools.partial):
-        return [("func", at.func), *enumerate(at.args), *at.keywords.items()]
-    if isinstance(at, MethodType):
-        return [("self", at.__self__)]
-    slots = [name for cls in type(at).__mro__ for name in _slots(cls) if hasattr(at, name)]
-    attributes = [(name, value) for name, value in getattr(at, "__dict__", {}).items() if name != "_iterator"]  # of torch's loaders
-    return [*attributes, *((name, getattr(at, name)) for name in slots)]
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    named = cls.__dict__.get("__slots__", ())
-    return (named,) if isinstance(named, str) else tuple(named)
+    return bool(getattr(loader, "persistent_workers", False)) and loader._iterator is not None

@@ -23,7 +23,7 @@ from ftckpt.trainer.replicas.base import Replica
 from ftckpt.trainer.session import Session
 
 logger = logging.getLogger("ftckpt")
-_SHARED_ORDER = ("record", "after_seek")  # options that may be there where the order is the job's and not the loader's
+_SHARED_ORDER = ("record", "after_seek", "unmoved")  # options that may be there where the order is the job's and not the loader's
 
 
 class Loaders:

@@ -55,7 +55,8 @@ class LoopCalls:
             options.setdefault("record", self._rank.ledger)
         if self._rank.loaders.kind == "own":
             _parts(options, self._rank.group.world_size)
-        feed = self._rank.loaders.feed(name, self._rank.session, self.replica, after_seek=self._rank.loader.rng_after_seek, **options)
+        moving = {"after_seek": self._rank.loader.rng_after_seek, "unmoved": self._rank.registry.generators}
+        feed = self._rank.loaders.feed(name, self._rank.session, self.replica, **moving, **options)
         if "record" not in options:
             self._rank.ledger.forgo()
         return feed

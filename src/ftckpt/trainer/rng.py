@@ -12,6 +12,9 @@ import torch
 
 from ftckpt.errors import ConfigError, Damaged
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+"""Kinds of generators that ``generator_state`` takes."""
+
 _BAD = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -63,6 +60,10 @@ class StateRegistry:
     def of_scope(self, scope: Scope) -> tuple[State, ...]:
         """The states of one scope, in order of registration."""
         return tuple(s for s in self._states.values() if s.scope == scope)
+
+    def generators(self) -> list[Any]:
+        """The states that are generators of random numbers."""
+        return [s.parts[0] for s in self._states.values() if isinstance(s.parts[0], rng.GENERATORS)]
 
     def add(self, name: str, obj: object, *, kind: Kind = "auto", scope: Scope = "shared", only_trainable: bool = False) -> State:
         """Register a state.
@@ -157,7 +158,7 @@ def _tree(name: str, obj: Any, scope: str) -> State:
     save, load = getattr(obj, "state_dict", None), getattr(obj, "load_state_dict", None)
     if callable(save) and callable(load):
         return State(name=name, kind="tree", scope=scope, parts=(obj,), save=save, load=load)
-    if isinstance(obj, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+    if isinstance(obj, rng.GENERATORS):
         return State(
             name=name,
             kind="tree",
