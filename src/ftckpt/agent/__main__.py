@@ -51,7 +51,7 @@ def run(config: AgentConfig, ready_fd: int | None) -> int:
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), str(os.getpid()).encode())
         store = _store(config)
-        log = wiring.open_log(config.log, job=config.job, root_url=config.root, timeout=config.log_timeout_s)
+        log = wiring.open_log(config.log, job=config.job, root_url=wiring.home(config.root, config.durable), timeout=config.log_timeout_s)
         try:
             wiring.guard_log(log, store, config.job)
             on_root = wiring.root_path(config.root) is not None and not config.durable

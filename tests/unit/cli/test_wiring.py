@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -125,6 +128,29 @@ def test_a_log_in_a_directory_that_nobody_makes_is_refused_whatever_its_name(tmp
         open_log(f"sqlite://{tmp_path}/other/{JOB}/commit-log.sqlite3", job=JOB, root_url=str(tmp_path / "root"))
     for root in ("root", "link"):  # a job's start makes this one
         open_log(f"sqlite://{tmp_path}/root/{JOB}/commit-log.sqlite3", job=JOB, root_url=str(tmp_path / root)).close()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F78")
+@pytest.mark.timeout(60)
+def test_an_agent_may_be_there_before_the_job_whose_log_is_in_the_durable_tier(tmp_path: Path) -> None:
+    for folder in ("first", "durable"):
+        (tmp_path / folder).mkdir()
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FTCKPT_")}
+    env |= {"FTCKPT_DURABLE": str(tmp_path / "durable"), "FTCKPT_RUNTIME_DIR": str(tmp_path / "run")}
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "ftckpt", "agent", JOB, "--root", str(tmp_path / "first")], env=env, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        end = time.monotonic() + 30
+        while not (tmp_path / "first" / JOB / "cursors").is_dir() and agent.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert agent.poll() is None
+        assert (tmp_path / "first" / JOB / "cursors").is_dir()
+    finally:
+        agent.kill()
+        said = agent.communicate(timeout=10)[1]
+    assert "there is no directory" not in said
 
 
 @pytest.mark.covers("F31")
