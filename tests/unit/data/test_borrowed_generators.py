@@ -162,6 +162,7 @@ def steps(root: Path, until: int, *, also: bool) -> list[float]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.covers("I4", "I7")
 @pytest.mark.parametrize("also", [False, True])
 def test_a_generator_that_is_a_state_is_as_the_state_says(tmp_path: Path, also: bool) -> None:
