@@ -100,6 +100,10 @@ class Chain:
         """See ``Reel.planned``; of the loader that gave the newest draw."""
         return self._planned
 
+    def ruled(self) -> list[Any]:
+        """See ``Reel.ruled``; of the loaders that were drawn from."""
+        return [generator for part in self._parts for generator in part.ruled()]
+
     def draw(self) -> Any:
         """See ``Reel.draw``; ``epoch`` is then that of the batch."""
         while self.epochs is None or self._turn < self.epochs:
@@ -199,6 +203,10 @@ class _Part:
                 repeatable(reel)
             self._reel, self.moved = reel, self._link.skip > 0
         return self._reel
+
+    def ruled(self) -> list[Any]:
+        """See ``Reel.ruled``."""
+        return [] if self._reel is None else self._reel.ruled()
 
     def link(self) -> Link:
         """Its position now."""

@@ -108,7 +108,7 @@ class Deck:
     def _seek(self, ordinal: int) -> None:
         """Put the loader where ``ordinal`` draws have been made; where that cannot be and it may, begin anew."""
         try:
-            with unmoved(self._generators()):
+            with unmoved(self._generators(), but=self._reel.ruled):
                 self._go(ordinal)
         except DataError as e:
             if self._anew is None or not self._anew(e.what):

@@ -85,6 +85,10 @@ class Reel:
         """Whether its position is counted, and the start of the data can be found without a journal: a plain iterable."""
         return not self._stateful and not isinstance(self._loader, DataLoader)
 
+    def ruled(self) -> list[Any]:
+        """Generators that its own state puts where the next iterator draws from them."""
+        return generators_in(self._loader) if self._stateful else []
+
     def draw(self) -> Any:
         """The next batch, over the ends of epochs; ``END`` after the last.
 
@@ -126,7 +130,7 @@ class Reel:
                 self.index -= 1
             return batch
         spot = self.snapshot()
-        with unmoved(generators_in(self._loader)):
+        with unmoved(() if self._stateful else generators_in(self._loader)):
             batch = self.draw()
             self.restore(spot)
         return batch

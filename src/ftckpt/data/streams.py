@@ -1,7 +1,7 @@
 """Random streams that a loader without a state may draw its order from: as they were when an epoch began, and put back there. Moves no loader.
 
-They are python's, NumPy's and torch's global streams, and the generators that can be reached from the loader by attributes. Kept are
-those alone that its order moved: who else holds a generator that the loader can reach finds it as it was.
+They are python's, NumPy's and torch's global streams, where the order moved them, and the generators that can be reached from the
+loader by attributes: of a torch loader those that its order moved, of any other all of them, since it may draw from one later in the epoch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -62,19 +62,24 @@ class Streams:
         iterator._sampler_iter = _First(iterator, indices, self)
 
     def kept(self) -> tuple[msgspec.Raw, bool]:
-        """What has to be kept of them, now that the epoch has given its first batch: those that its order has moved.
+        """What has to be kept of them, now that the epoch has given its first batch.
 
         Returns:
             JSON, null for nothing; whether a global one is in it.
         """
         if not self._ordered:
             self._note()
-        doc: dict[str, Any] = {"global": {}, "own": {}, "going": self._going}
+        doc: dict[str, Any] = {"global": {}, "own": {}, "moved": [], "going": self._going}
         for kind, name in sorted(self._moved):
             doc[kind][name] = self._began[kind, name]
-        if len(msgspec.json.encode(doc["own"])) > KEPT_BYTES:
+        doc["moved"] = list(doc["own"])
+        if not isinstance(self._loader, DataLoader):
+            doc["own"] = {name: state for (kind, name), state in self._began.items() if kind == "own"}
+            if _bytes(doc["own"]) > KEPT_BYTES:  # those at least that are known to matter
+                doc["own"] = {name: doc["own"][name] for name in doc["moved"]}
+        if _bytes(doc["own"]) > KEPT_BYTES:
             _too_many(type(self._loader).__qualname__)
-            doc["own"] = {}
+            doc["own"], doc["moved"] = {}, []
         return (msgspec.Raw(msgspec.json.encode(doc)) if any(doc.values()) else NONE), bool(doc["global"])
 
     def begin(self) -> None:
@@ -122,11 +127,12 @@ class Began:
     def __init__(self, data: msgspec.Raw) -> None:
         doc = msgspec.json.decode(data) or {}
         self._global, self._own = doc.get("global", {}), doc.get("own", {})
+        self._moved = frozenset(doc.get("moved", ()))
         self._going = frozenset(doc.get("going", ()))
 
     def lacks(self, loader: object) -> list[str]:
         """Which generators cannot be reached (yet: a loader may make them when it is first gone through)."""
-        return sorted(self._own.keys() - reached(loader).keys())
+        return sorted(self._moved - reached(loader).keys())
 
     @contextmanager
     def put(self, loader: object) -> Iterator[None]:
@@ -150,7 +156,8 @@ class Began:
                 )
         try:
             for path, state in self._own.items():
-                set_generator_state(found[path], decode_value(state))
+                with nullcontext() if path in self._moved else suppress(Exception):  # another one there now, which did not matter
+                    set_generator_state(found[path], decode_value(state))
             restore_rng({**host_rng(), **{name: decode_value(state) for name, state in self._global.items()}})
         except (FtckptError, KeyError) as e:
             raise DataError(f"the random streams of the loader's epoch cannot be put back: {e}", now="the loader was not moved") from e
@@ -177,14 +184,16 @@ def seedless(loaders: Iterable[DataLoader[Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def unmoved(generators: Iterable[Any]) -> Iterator[None]:
-    """Leaves generators as they were."""
+def unmoved(generators: Iterable[Any], but: Callable[[], Iterable[Any]] = tuple) -> Iterator[None]:
+    """Leaves generators as they were, but for some that are named at the end."""
     before = [(generator, state) for generator in generators if (state := _state(generator)) is not None]
     try:
         yield
     finally:
+        moved = {id(generator) for generator in but()}
         for generator, state in before:
-            set_generator_state(generator, decode_value(state))
+            if id(generator) not in moved:
+                set_generator_state(generator, decode_value(state))
 
 
 @contextmanager
@@ -199,6 +208,10 @@ def kept_global() -> Iterator[None]:
 
 def _global() -> dict[str, object]:
     return {name: encode_value(state, name) for name, state in host_rng().items()}
+
+
+def _bytes(states: object) -> int:
+    return len(msgspec.json.encode(states))
 
 
 def _state(generator: object) -> object:

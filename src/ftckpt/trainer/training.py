@@ -95,7 +95,8 @@ class Training:
             if self._last is None:
                 self._last = _standing(replica)
             made = self._unreturned
-            handle = made if made is not None and made.trajectory == replica.trajectory.h else self._save(replica, metrics)
+            again = made is not None and made.trajectory == replica.trajectory.h and (not made.done or made.committed)
+            handle = made if made is not None and again else self._save(replica, metrics)
             self._unreturned = handle if failure is not None else None
         return handle
 

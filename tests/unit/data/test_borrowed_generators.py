@@ -22,6 +22,8 @@ from ftckpt.data.reached import generators_in
 from ftckpt.data.reel import Reel
 from ftckpt.data.streams import KEPT_BYTES, seedless
 from ftckpt.errors import DataError
+from ftckpt.trainer.inline import decode_value, encode_value
+from ftckpt.trainer.rng import generator_state, set_generator_state
 
 N = 20
 DATA: Any = list(range(N))
@@ -187,7 +189,7 @@ def test_a_batch_for_a_step_that_does_not_count_leaves_generators_as_they_were()
 def test_generators_that_the_order_did_not_move_need_not_be_there(cut: int) -> None:
     reel = Reel(PerEpoch(), None)
     drawn(reel, cut)
-    assert began(reel) is None
+    assert began(reel)["moved"] == []
     other = Reel(PerEpoch("renamed"), None)
     other.restore(reel.snapshot())
     assert drawn(other, 30) == drawn(reel, 30)
@@ -224,12 +226,12 @@ def test_workers_that_draw_no_seed_from_a_stream_have_one_that_comes_of_it() -> 
         assert torch.equal(generator.get_state(), torch.Generator().manual_seed(7).get_state())
 
 
-def deck(loader: Iterable[Any], journal: dict[int, bytes]) -> Deck:
+def deck(loader: Iterable[Any], journal: dict[int, bytes], registered: Iterable[Any] = ()) -> Deck:
     def recall(count: int) -> tuple[int, bytes] | None:
         best = max((o for o in journal if o <= count), default=None)
         return None if best is None else (best, journal[best])
 
-    return Deck(Reel(loader, None), journal.__setitem__, recall)
+    return Deck(Reel(loader, None), journal.__setitem__, recall, generators=lambda: registered)
 
 
 def passed_over(make: Callable[[], Iterable[Any]]) -> tuple[Any, Any]:
@@ -275,3 +277,71 @@ def test_a_position_is_no_longer_than_its_order_needs(caplog: pytest.LogCaptureF
             drawn(many, 12)
     assert len(many.snapshot()) < KEPT_BYTES
     assert [record.getMessage()[:4] for record in caplog.records] == ["Many"]
+
+
+class OneAfterTheOther:
+    """Two shuffled loaders with a generator each: the second one's is drawn from in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(i) for i in (1, 2)]
+        data: Any = range(N)
+        self.loaders = [DataLoader(data, batch_size=2, shuffle=True, generator=g) for g in self.generators]
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.loaders:
+            yield from loader
+
+
+class Kept:
+    """A loader with a state: its generator as it was when the epoch began, and how far it is."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(5)
+        self.at, self.start = 0, None
+
+    @property
+    def generators(self) -> list[Any]:
+        return [self.rng]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "rng": self.start or self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+        self.at, self.start = state["at"], None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.start = self.rng.bit_generator.state  # type: ignore[assignment]
+        for sample in self.rng.permutation(N)[self.at :].tolist():
+            self.at += 1
+            yield torch.tensor(sample)
+        self.at, self.start = 0, None
+
+
+@pytest.mark.covers("I4", "I12")
+@pytest.mark.parametrize("kind", [OneAfterTheOther, Kept])
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("cut", [5, 10, 25, 35, 40])
+def test_generators_that_are_drawn_from_later_or_by_a_loaders_own_state(kind: Any, registered: bool, cut: int) -> None:
+    journal: dict[int, bytes] = {}
+    loader = kind()
+    first = deck(loader, journal, loader.generators if registered else ())
+    held: Any = [first.draw(n, n - 1, None) for n in range(1, cut + 1)]
+    states = [encode_value(generator_state(g)) for g in loader.generators]
+    known = dict(journal)
+    held += [first.draw(n, n - 1, None) for n in range(cut + 1, 61)]
+    other = kind()
+    if registered:
+        for generator, state in zip(other.generators, states, strict=True):
+            set_generator_state(generator, decode_value(state))
+    second = deck(other, known, other.generators if registered else ())
+    again: Any = [second.draw(n, n - 1, None) for n in range(cut + 1, 61)]
+    assert [a.batch.tolist() for a in again] == [h.batch.tolist() for h in held[cut:]]
+
+
+@pytest.mark.covers("I4", "I12")
+def test_a_step_that_does_not_count_leaves_a_loaders_own_state_alone() -> None:
+    reel, plain = Reel(Kept(), None), Reel(Kept(), None)
+    for count in (0, 3, 7, 15):
+        assert drawn(reel, count) == drawn(plain, count)
+        reel.peek()
