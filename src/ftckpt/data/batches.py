@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -83,7 +84,7 @@ class BatchFeed(Iterator[Any]):
         ranks: parts that the replica group's data are in, one per rank or fewer; samples are multiplied by it.
         own: which of them this rank draws; those with the same one draw the same samples, and count once. None: one of its own.
         after_seek: called after the loader was moved, before it is drawn from (to restore random streams).
-        unmoved: generators that moving the loader leaves as they are, whoever else draws from them: they are states.
+        unmoved: given the loader, generators that moving it leaves as they are, whoever else draws from them: they are states.
         ids: sample ids of a batch, whole numbers, as many as it has samples; for ``record``.
         make: makes the loader that another replica had, by its name: positions may then include those (see ``data.chain``).
         anew: whether the loader begins anew where it cannot be put where the state says; it is told why.
@@ -108,7 +109,7 @@ class BatchFeed(Iterator[Any]):
         ranks: int = 1,
         own: int | None = None,
         after_seek: Callable[[], None] | None = None,
-        unmoved: Callable[[], Iterable[Any]] = tuple,
+        unmoved: Callable[[Any], Iterable[Any]] = lambda loader: (),
         ids: Callable[[Any], Sequence[int]] | None = None,
         record: Recorder | None = None,
         make: Callable[[str], Iterable[Any]] | None = None,
@@ -122,7 +123,7 @@ class BatchFeed(Iterator[Any]):
         self._part = -1 if own is None else whole("batches()", "own", own, 0, self._ranks)
         self._steps = Steps(votes, whole("batches()", "draws_per_step", draws_per_step, 1), _MORE, entering)
         reel = Reel(loader, None, order) if make is None else Chain(loader, make, None, order)
-        self._deck: Deck = after._deck if after is not None else Deck(reel, journal, recall, after_seek, anew, unmoved)
+        self._deck: Deck = after._deck if after is not None else Deck(reel, journal, recall, after_seek, anew, partial(unmoved, loader))
         self._position, self._contribute = position, contribute
         self._samples_of = samples_of or count_samples
         self._ids, self._record = ids, record

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ftckpt.data.order import Order, require_ordered
+from ftckpt.data.reached import Reached, reached
 from ftckpt.data.records import Plan
 from ftckpt.data.reel import END, Reel
 from ftckpt.errors import DataError
@@ -72,12 +73,21 @@ class Chain:
         make: makes the loader that another replica had, by its name.
         epochs: epochs in all; None goes on for ever.
         order: of the own loader, where that was looked at before.
+        named: what was reached from the own loader before.
     """
 
     counted = False
 
-    def __init__(self, loader: Iterable[Any], make: Callable[[str], Iterable[Any]], epochs: int | None, order: Order | None = None) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        make: Callable[[str], Iterable[Any]],
+        epochs: int | None,
+        order: Order | None = None,
+        named: Reached | None = None,
+    ) -> None:
         self._loader, self._make, self.epochs, self._order = loader, make, epochs, order
+        self._named = reached(loader) if named is None else named
         self.once = isinstance(loader, Iterator)
         self._only = Reel(loader, None, order) if self.once else None  # knows how far the iterator was read
         self._parts = [_Part(Link(replica=OWN), self._open)]
@@ -164,9 +174,10 @@ class Chain:
         """A loader at a position. Raises DataError."""
         reel: Reel | Chain
         if spot is not None and _parse(spot) is not None:
-            reel = Chain(self._loader if name == OWN else self._make(name), self._make, None, self._order if name == OWN else None)
+            own = (self._loader, self._make, None, self._order, self._named)
+            reel = Chain(*own) if name == OWN else Chain(self._make(name), self._make, None)
         elif name == OWN:
-            reel = self._only or Reel(self._loader, None, self._order)
+            reel = self._only or Reel(self._loader, None, self._order, self._named)
         else:
             other = self._make(name)
             require_ordered(other)

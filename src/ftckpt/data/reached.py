@@ -6,6 +6,7 @@ import functools
 import random
 import threading
 from collections import deque
+from collections.abc import Iterable
 from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
@@ -22,14 +23,21 @@ _CALLED = ("collate_fn", "worker_init_fn")  # of torch's loaders: what they call
 _OTHERS = ("ftckpt", "threading", "logging", "multiprocessing")  # modules of classes that hold no data
 _HOST = (torch.default_generator, np.random.mtrand._rand, getattr(random.random, "__self__", None))  # those of the global streams
 
+Reached = dict[str, Any]
 
-def reached(root: object) -> dict[str, Any]:
+
+def reached(root: object, *, named: Reached | None = None, but: Iterable[object] = ()) -> Reached:
     """Generators and torch's loaders by the attributes that lead to them, each once.
 
     Whose methods something calls (a trainer's ``collate``, say) is not looked into; nor is what torch's loaders call on samples.
+
+    Args:
+        root: what is looked into.
+        named: what was found before: it keeps its name, whatever else holds it by now.
+        but: what is not looked into.
     """
-    found: dict[str, Any] = {}
-    seen = {id(at): at for at in (root, *_HOST)}  # held, so that no other object has its id
+    found: Reached = {}
+    seen = {id(at): at for at in (root, *_HOST, *but)}  # held, so that no other object has its id
     queue = deque([("", root)])
     while queue and len(seen) < _MOST_OBJECTS:
         path, at = queue.popleft()
@@ -42,7 +50,9 @@ def reached(root: object) -> dict[str, Any]:
                 found[where] = value
             if not isinstance(value, GENERATORS):
                 queue.append((where, value))
-    return found
+    names = {id(part): path for path, part in (named or {}).items()}
+    new, old = {path: part for path, part in found.items() if id(part) not in names}, [part for part in found.values() if id(part) in names]
+    return new | {names[id(part)]: part for part in old}
 
 
 def held_by(loader: object) -> list[DataLoader[Any]]:
@@ -67,9 +77,9 @@ def loaders_in(loader: object) -> list[DataLoader[Any]]:
     return [part for part in reached(loader).values() if isinstance(part, DataLoader)]
 
 
-def generators_in(loader: object) -> list[Any]:
-    """Generators that can be reached from a loader."""
-    return [part for part in reached(loader).values() if isinstance(part, GENERATORS)]
+def generators_in(root: object, *, but: Iterable[object] = ()) -> list[Any]:
+    """Generators that can be reached from a loader, or another object."""
+    return [part for part in reached(root, but=but).values() if isinstance(part, GENERATORS)]
 
 
 def _held(at: Any) -> list[tuple[Any, Any]]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ftckpt.data.intent import plan_of
 from ftckpt.data.order import Order, keeps_order, order_of, refuse
-from ftckpt.data.reached import generators_in, loaders_in
+from ftckpt.data.reached import Reached, generators_in, loaders_in, reached
 from ftckpt.data.records import Plan
 from ftckpt.data.spot import SPOT_VERSION, Spot, read_spot
 from ftckpt.data.streams import NONE, Began, Streams, kept_global, seedless, unmoved
@@ -46,12 +46,14 @@ class Reel:
         loader: the loader or iterable.
         epochs: epochs in all; None goes on for ever.
         order: what decides the order of its samples, where that was looked at before.
+        named: what was reached from the loader before.
     """
 
-    def __init__(self, loader: Iterable[Any], epochs: int | None, order: Order | None = None) -> None:
+    def __init__(self, loader: Iterable[Any], epochs: int | None, order: Order | None = None, named: Reached | None = None) -> None:
         self._loader, self.epochs = loader, epochs
+        self._named = reached(loader) if named is None else named
         self._order = order_of(loader) if order is None else order
-        self._stateful = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+        self._stateful = _has_state(loader)
         self.once = isinstance(loader, Iterator)
         self._iterator: Iterator[Any] | None = None
         self._seed = _initial_seed(loader)
@@ -87,7 +89,8 @@ class Reel:
 
     def ruled(self) -> list[Any]:
         """Generators that its own state puts where the next iterator draws from them."""
-        return generators_in(self._loader) if self._stateful else []
+        data = self._loader.dataset if isinstance(self._loader, DataLoader) else None  # its draws for samples are told from the order
+        return generators_in(self._loader, but=() if data is None or _has_state(data) else (data,)) if self._stateful else []
 
     def draw(self) -> Any:
         """The next batch, over the ends of epochs; ``END`` after the last.
@@ -218,7 +221,7 @@ class Reel:
             began: how the streams were when it began in another process, or before.
         """
         with self._epoch_begins() as derived, nullcontext() if began is None else began.put(self._loader):
-            streams = Streams(self._loader, derived)
+            streams = Streams(self._loader, derived, self._named)
             self._iterator = iter(self._loader)
             streams.watch(self._iterator)
             batch = next(self._iterator)
@@ -241,7 +244,7 @@ class Reel:
                 )
         else:
             self.epoch, self.index, self._iterator, self._began = epoch, 0, None, NONE
-        streams = Began(began) if self.index == 0 and self._iterator is None else None
+        streams = Began(began, self._named) if self.index == 0 and self._iterator is None else None
         if streams is not None and index and not self.once and streams.lacks(self._loader):
             self._begin()  # it may make its generators when it is first gone through
             self._iterator = None
@@ -285,6 +288,10 @@ class Reel:
         finally:
             loader.generator = generator
             torch.default_generator.set_state(before)
+
+
+def _has_state(part: object) -> bool:
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
 def _parts(loader: object) -> list[object]:

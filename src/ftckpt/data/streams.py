@@ -1,7 +1,7 @@
 """Random streams that a loader without a state may draw its order from: as they were when an epoch began, and put back there. Moves no loader.
 
 They are python's, NumPy's and torch's global streams, where the order moved them, and the generators that can be reached from the
-loader by attributes: of a torch loader those that its order moved, of any other all of them, since it may draw from one later in the epoch.
+loader by attributes, since it may draw from one later in the epoch; not those that a torch loader's data set alone has, for its samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ftckpt.data.reached import reached
+from ftckpt.data.reached import Reached, generators_in, reached
 from ftckpt.errors import DataError, FtckptError
 from ftckpt.trainer.inline import decode_value, encode_value
 from ftckpt.trainer.rng import GENERATORS, capture_rng, generator_state, host_rng, restore_rng, set_generator_state
@@ -37,13 +37,16 @@ class Streams:
     Args:
         loader: the loader.
         derived: generators that need not be kept: they are seeded for each epoch, and so is torch's global stream if there are any.
+        named: what was reached from the loader when it was registered.
     """
 
-    def __init__(self, loader: object, derived: Iterable[object] = ()) -> None:
-        found, known = reached(loader), {id(g) for g in derived}
+    def __init__(self, loader: object, derived: Iterable[object] = (), named: Reached | None = None) -> None:
+        found, known = reached(loader, named=named), {id(g) for g in derived}
         self._loader, self._seeded = loader, bool(known)
         self._own = {path: g for path, g in found.items() if isinstance(g, GENERATORS) and id(g) not in known}
         self._going = [path for path, part in found.items() if isinstance(part, DataLoader) and _going(part)]
+        data = loader.dataset if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) else None
+        self._order = {id(generator) for generator in generators_in(loader, but=() if data is None else (data,))}
         self._began = self._since = self._now()
         self._moved: set[_Name] = set()
         self._ordered = False  # what moves from here on is not the order's
@@ -73,10 +76,9 @@ class Streams:
         for kind, name in sorted(self._moved):
             doc[kind][name] = self._began[kind, name]
         doc["moved"] = list(doc["own"])
-        if not isinstance(self._loader, DataLoader):
-            doc["own"] = {name: state for (kind, name), state in self._began.items() if kind == "own"}
-            if _bytes(doc["own"]) > KEPT_BYTES:  # those at least that are known to matter
-                doc["own"] = {name: doc["own"][name] for name in doc["moved"]}
+        may = {name: state for (kind, name), state in self._began.items() if kind == "own" and id(self._own[name]) in self._order}
+        if _bytes(doc["own"] | may) <= KEPT_BYTES:  # else those alone that are known to matter
+            doc["own"] |= may
         if _bytes(doc["own"]) > KEPT_BYTES:
             _too_many(type(self._loader).__qualname__)
             doc["own"], doc["moved"] = {}, []
@@ -122,17 +124,18 @@ class Began:
 
     Args:
         data: what ``Streams.kept`` gave.
+        named: what was reached from the loader when it was registered.
     """
 
-    def __init__(self, data: msgspec.Raw) -> None:
-        doc = msgspec.json.decode(data) or {}
+    def __init__(self, data: msgspec.Raw, named: Reached | None = None) -> None:
+        doc, self._named = msgspec.json.decode(data) or {}, named
         self._global, self._own = doc.get("global", {}), doc.get("own", {})
         self._moved = frozenset(doc.get("moved", ()))
         self._going = frozenset(doc.get("going", ()))
 
     def lacks(self, loader: object) -> list[str]:
         """Which generators cannot be reached (yet: a loader may make them when it is first gone through)."""
-        return sorted(self._moved - reached(loader).keys())
+        return sorted(self._moved - reached(loader, named=self._named).keys())
 
     @contextmanager
     def put(self, loader: object) -> Iterator[None]:
@@ -147,7 +150,7 @@ class Began:
                 now="its position cannot be found again",
                 todo='make the loader as it was made before, or let the position go on purpose with resume(data="restart")',
             )
-        found = reached(loader)
+        found = reached(loader, named=self._named)
         loaders = [(path, part) for path, part in found.items() if isinstance(part, DataLoader)]
         for _, part in loaders:
             if _going(part):

@@ -10,6 +10,7 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
+from ftckpt.data.reached import generators_in
 from ftckpt.errors import ConfigError
 from ftckpt.trainer import rng
 
@@ -61,9 +62,11 @@ class StateRegistry:
         """The states of one scope, in order of registration."""
         return tuple(s for s in self._states.values() if s.scope == scope)
 
-    def generators(self) -> list[Any]:
-        """The states that are generators of random numbers."""
-        return [s.parts[0] for s in self._states.values() if isinstance(s.parts[0], rng.GENERATORS)]
+    def generators(self, loader: object = None) -> list[Any]:
+        """Generators of random numbers that are states, or that states of a training script's own hold, but for what only the loader holds."""
+        parts = [s.parts[0] for s in self._states.values() if s.kind == "tree"]
+        held = [generator for part in parts for generator in generators_in(part, but=(loader,))]
+        return [*(part for part in parts if isinstance(part, rng.GENERATORS)), *held]
 
     def add(self, name: str, obj: object, *, kind: Kind = "auto", scope: Scope = "shared", only_trainable: bool = False) -> State:
         """Register a state.
