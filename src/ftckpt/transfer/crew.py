@@ -68,9 +68,12 @@ class Crew:
         return connection
 
     def rest(self, source: Source, connection: PeerConnection) -> None:
-        """Keep a connection for the next that wants one to this source."""
+        """Keep a connection for the next that wants one to this source; once the fetch is over nobody does."""
         with self.changed:
-            source.idle.append(connection)
+            if not self.stopped:
+                source.idle.append(connection)
+                return
+        self.disconnect(connection)
 
     def disconnect(self, connection: PeerConnection) -> None:
         """Close a connection and forget it."""

@@ -85,7 +85,7 @@ class Many:
     """As many generators, of which the first few decide the order."""
 
     def __init__(self, drawn: int) -> None:
-        self.rngs = [np.random.RandomState(i) for i in range(512)]
+        self.rngs = [np.random.RandomState(i) for i in range(128)]
         self.drawn = drawn
 
     def __iter__(self) -> Iterator[Any]:
