@@ -289,7 +289,13 @@ def test_a_generator_goes_on_where_its_loop_was_left(tmp_path: Path) -> None:
 
 
 def test_a_loaders_workers_live_over_loops_and_end_with_the_checkpointer(tmp_path: Path) -> None:
+    gc.collect()
+    before = set(multiprocessing.active_children())  # of other tests
     gc.disable()  # nothing else may end them
+
+    def workers_now() -> list[int | None]:
+        return [process.pid for process in set(multiprocessing.active_children()) - before]
+
     try:
         with opened(tmp_path) as ckpt:
             ckpt.register(model=torch.nn.Linear(1, 1), loader=DataLoader(DATA, batch_size=4, num_workers=1))
@@ -298,10 +304,10 @@ def test_a_loaders_workers_live_over_loops_and_end_with_the_checkpointer(tmp_pat
             for _ in range(2):
                 next(ckpt.batches())
                 ckpt.step()
-                workers.append([p.pid for p in multiprocessing.active_children()])
+                workers.append(workers_now())
             assert len(workers[0]) == 1
             assert workers[0] == workers[1]
-        assert multiprocessing.active_children() == []
+        assert workers_now() == []
     finally:
         gc.enable()
 
