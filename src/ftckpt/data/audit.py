@@ -48,9 +48,9 @@ class AuditWriter:
         self._fd = -1
 
     def open(self) -> None:
-        """Begin the file. Raises StoreError."""
+        """Begin the file, in a job's directory that is there: one that is gone is not made anew. Raises StoreError."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(exist_ok=True)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as e:
             raise StoreError(

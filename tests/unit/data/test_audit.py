@@ -463,3 +463,10 @@ def test_batch_that_was_handed_out_and_is_not_contributed_is_not_written(tmp_pat
         audit.draw(True, 1, 0, [3])
         audit.voting("h0", 11, 0)  # its state was given up meanwhile
     assert [(u.ordinal, u.ids) for u in read_audit(tmp_path).uses] == [(0, ())]
+
+
+@pytest.mark.covers("I8")
+def test_an_audit_makes_no_root_anew(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be written"):
+        AuditWriter(tmp_path / "root" / "job" / "audit", "r0", 7, 0, "abc").open()
+    assert not (tmp_path / "root").exists()

@@ -27,6 +27,7 @@ def after_a_warm_up(tmp_path: Path, steps: int) -> AuditReport:
     replica = SoloReplica("gpt", "r0", "life", ledger.voting, ledger.made)
     for _ in range(steps):
         replica.outcome()
+    (tmp_path / "gpt").mkdir(exist_ok=True)  # as a trainer has claimed it
     ledger.open(Settings(job="gpt", root=str(tmp_path)), replica, 0, 1)
     replica.contribute(1, 2)
     ledger.draw(True, 1, 0, [5, 6])
